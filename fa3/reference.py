@@ -1,0 +1,233 @@
+"""Attention in plain array code, three ways that must agree: the specification of every kernel here.
+
+`attention` forms the whole score matrix. `tiled_attention` keeps a running maximum and sum over key blocks (the
+online softmax of Milakov and Gimelshein, arXiv:1805.02867, as FlashAttention tiles it, arXiv:2205.14135).
+`split_attention` cuts the keys, attends to every part alone and joins the parts with `merge`. Whatever the tiles and
+cuts, the three agree to rounding.
+
+One text serves NumPy and PyTorch: the operations come from the module of the inputs, `xp`, which is numpy or torch,
+and only names that mean the same in both are used (torch takes `axis` and `keepdims`). Three helpers hide what
+differs: `_cast`, `_sees` and `_full`.
+
+Shapes everywhere: q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq). Hq
+is a multiple of Hkv, query head h reads KV head h // (Hq / Hkv). Causal is aligned bottom-right: query i sees key j
+where j <= i + Sk - Sq. A query that sees no key has out 0 and lse -inf; any length may be 0. lse is the natural
+logarithm of the sum of the exponentials of the scaled scores. 16-bit inputs are worked on in float32 (lse is float32,
+out of the inputs' type), others in their own type.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+
+Array = Any  # numpy.ndarray or torch.Tensor; q, k and v of one kind, type and device
+
+LOG2_E = math.log2(math.e)
+
+
+def attention(
+    q: Array, k: Array, v: Array, softmax_scale: float | None = None, causal: bool = False
+) -> tuple[Array, Array]:
+    """softmax(scale * Q K^T) V with the whole matrix in memory; softmax_scale > 0, by default 1 / sqrt(D).
+
+    On 16-bit tensors this is the formula as plain PyTorch evaluates it: the scores, P and the output are each rounded
+    to the inputs' type and the softmax is float32 inside. The error that this makes is the yardstick for the kernels'
+    error.
+    """
+    xp, scale = _namespace(q), _scale(q, softmax_scale)
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    out, lse = _nothing(q, v)
+    if seqlen_k == 0:
+        return out, lse
+    heads_q, heads_k, heads_v = _by_head(q, k, v)
+    scores = _widen(xp.matmul(heads_q, xp.swapaxes(heads_k, -1, -2)) * scale)
+    if causal:
+        visible = _sees(q, range(seqlen_q), range(seqlen_k), seqlen_k - seqlen_q)
+        scores = xp.where(visible, scores, -math.inf)
+    row_max = _finite(xp.amax(scores, axis=-1, keepdims=True))
+    p = xp.exp(scores - row_max)
+    row_sum = xp.sum(p, axis=-1, keepdims=True)
+    out[:] = _ungroup(xp.matmul(_cast(p / _positive(row_sum), q.dtype), heads_v))
+    log_sum = xp.where(row_sum == 0, -math.inf, xp.log(_positive(row_sum)))
+    lse[:] = _ungroup(row_max + log_sum)[..., 0].swapaxes(1, 2)
+    return out, lse
+
+
+def tiled_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    tile_m: int = 128,
+    tile_n: int = 128,
+) -> tuple[Array, Array]:
+    """Online softmax over blocks of tile_n keys for every tile_m queries, in the order and with the roundings of the
+    kernel.
+
+    Blocks go from the last key that the tile may see to the first. Scores are float32 products of the 16-bit inputs,
+    exponentials are base 2 with the scale folded in, the row sum takes p before it is rounded, P is rounded to the
+    inputs' type for P V, O stays in float32, is rescaled for every block and divided once at the end.
+    NOTE: the exponent is (score - max) * scale_log2. The kernel's fused multiply-add of score * scale_log2 - max *
+    scale_log2 differs from it by a factor close to 1 that a whole row shares; two separate products would lose what
+    the fusion keeps.
+    """
+    out, lse = _tiles(q, k, v, _scale(q, softmax_scale), causal, 0, k.shape[1], tile_m, tile_n)
+    return _cast(out, q.dtype), lse
+
+
+def split_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    num_splits: int = 2,
+    boundaries: Sequence[int] | None = None,
+    tile_m: int = 128,
+    tile_n: int = 128,
+) -> tuple[Array, Array]:
+    """Attention to parts of the keys, merged. boundaries (ascending, inside 0..Sk) are the cuts; else num_splits even
+    parts.
+
+    The parts keep O unrounded, as the kernels do between the split and the merge. A part may be empty.
+    """
+    scale, seqlen_k = _scale(q, softmax_scale), k.shape[1]
+    if boundaries is None:
+        boundaries = [seqlen_k * i // num_splits for i in range(1, num_splits)]
+    cuts = [0, *boundaries, seqlen_k]
+    if sorted(cuts) != cuts:
+        raise ValueError(f"boundaries {list(boundaries)} must ascend inside 0..{seqlen_k}")
+    parts = [_tiles(q, k, v, scale, causal, start, stop, tile_m, tile_n) for start, stop in zip(cuts, cuts[1:])]
+    out, lse = merge([o for o, _ in parts], [lse for _, lse in parts])
+    return _cast(out, q.dtype), lse
+
+
+def merge(o_parts: Sequence[Array], lse_parts: Sequence[Array]) -> tuple[Array, Array]:
+    """Join the attention to disjoint sets of keys: out = sum of out_i * exp(lse_i - lse), lse = log(sum of
+    exp(lse_i)).
+
+    o_parts: (B, Sq, H, Dv) each, lse_parts: (B, H, Sq) each, natural logarithms. Returns arrays of those shapes.
+    Commutative and, to rounding, associative; (0, -inf) is the identity.
+    """
+    if not o_parts or len(o_parts) != len(lse_parts):
+        raise ValueError(f"merge needs as many outputs as lse, at least one: got {len(o_parts)} and {len(lse_parts)}")
+    xp = _namespace(o_parts[0])
+    lses = xp.stack(list(lse_parts))
+    largest = _finite(xp.amax(lses, axis=0))
+    weights = xp.exp(lses - largest)  # a part without keys weighs exp(-inf) = 0
+    total = xp.sum(weights, axis=0)
+    shares = xp.swapaxes(weights / _positive(total), -1, -2)[..., None]  # (parts, B, Sq, H, 1)
+    out = xp.sum(xp.stack(list(o_parts)) * shares, axis=0)
+    return out, xp.where(total == 0, -math.inf, largest + xp.log(_positive(total)))
+
+
+def _tiles(q, k, v, scale: float, causal: bool, start: int, stop: int, tile_m: int, tile_n: int):
+    """tiled_attention to the keys start..stop, out not yet rounded."""
+    xp, seqlen_q = _namespace(q), q.shape[1]
+    heads_q, heads_k, heads_v = (_widen(x) for x in _by_head(q, k, v))
+    shift = k.shape[1] - seqlen_q if causal else None
+    out, lse = _nothing(_widen(q), v)
+    for row in range(0, seqlen_q, tile_m):
+        rows = range(row, min(row + tile_m, seqlen_q))
+        tile = slice(rows.start, rows.stop)
+        end = stop if shift is None else min(stop, rows.stop + shift)  # no row of the tile sees a key from here on
+        keys = range(start, max(start, end))
+        acc, row_max, row_sum = _online(
+            heads_q[..., tile, :], heads_k, heads_v, scale * LOG2_E, rows, keys, shift, tile_n, q.dtype
+        )
+        out[:, tile] = _ungroup(acc / _positive(row_sum))
+        log_sum = xp.where(row_sum == 0, -math.inf, xp.log2(_positive(row_sum)))
+        lse[:, :, tile] = _ungroup((row_max * (scale * LOG2_E) + log_sum) * math.log(2))[..., 0].swapaxes(1, 2)
+    return out, lse
+
+
+def _online(
+    queries, heads_k, heads_v, scale_log2: float, rows: range, keys: range, shift: int | None, tile_n: int, dtype
+):
+    """The block loop of one query tile: O not normalised, row maximum (0 for a row without a key), row sum."""
+    xp = _namespace(queries)
+    acc = _full(queries, (*queries.shape[:-1], heads_v.shape[-1]), 0.0)
+    row_sum = _full(queries, (*queries.shape[:-1], 1), 0.0)
+    row_max = _full(queries, (*queries.shape[:-1], 1), -math.inf)
+    blocks = range(keys.start // tile_n, -(-keys.stop // tile_n)) if keys else range(0)
+    for block in reversed(blocks):
+        left, right = max(keys.start, block * tile_n), min(keys.stop, (block + 1) * tile_n)
+        scores = xp.matmul(queries, xp.swapaxes(heads_k[..., left:right, :], -1, -2))
+        if shift is not None and right - 1 > rows.start + shift:
+            scores = xp.where(_sees(queries, rows, range(left, right), shift), scores, -math.inf)
+        new_max = xp.maximum(row_max, xp.amax(scores, axis=-1, keepdims=True))
+        base = _finite(new_max)
+        p = xp.exp2((scores - base) * scale_log2)
+        factor = xp.exp2((row_max - base) * scale_log2)
+        row_sum = row_sum * factor + xp.sum(p, axis=-1, keepdims=True)
+        acc = acc * factor + xp.matmul(_widen(_cast(p, dtype)), heads_v[..., left:right, :])
+        row_max = new_max
+    return acc, _finite(row_max), row_sum
+
+
+def _namespace(x: Array):
+    return torch if isinstance(x, torch.Tensor) else numpy
+
+
+def _cast(x: Array, dtype) -> Array:
+    return x.to(dtype) if isinstance(x, torch.Tensor) else x.astype(dtype, copy=False)
+
+
+def _widen(x: Array) -> Array:
+    """x in the type that is worked in."""
+    return _cast(x, _namespace(x).float32) if x.dtype.itemsize == 2 else x
+
+
+def _sees(like: Array, rows: range, keys: range, shift: int) -> Array:
+    """Which of the queries `rows` sees which of `keys` under a causal mask: (rows, keys) of bool."""
+    options = {"device": like.device} if isinstance(like, torch.Tensor) else {}
+    i, j = (_namespace(like).arange(x.start, x.stop, **options) for x in (rows, keys))
+    return j[None, :] <= i[:, None] + shift
+
+
+def _full(like: Array, shape: tuple[int, ...], value: float) -> Array:
+    """An array of the type, and on the device, of another."""
+    return like.new_full(shape, value) if isinstance(like, torch.Tensor) else numpy.full(shape, value, like.dtype)
+
+
+def _scale(q: Array, softmax_scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+
+
+def _by_head(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """q as (B, Hkv, Hq / Hkv, Sq, D), k and v as (B, Hkv, 1, Sk, D | Dv): the group's queries share a broadcast K and
+    V."""
+    xp, heads_kv = _namespace(q), k.shape[2]
+    if heads_kv == 0 or q.shape[2] % heads_kv:
+        raise ValueError(f"q has {q.shape[2]} heads, which k's {heads_kv} do not divide")
+    grouped = q.reshape(q.shape[0], q.shape[1], heads_kv, q.shape[2] // heads_kv, q.shape[3])
+    queries = xp.swapaxes(xp.swapaxes(grouped, 1, 2), 2, 3)
+    return queries, xp.swapaxes(k, 1, 2)[:, :, None], xp.swapaxes(v, 1, 2)[:, :, None]
+
+
+def _ungroup(heads: Array) -> Array:
+    """(B, Hkv, Hq / Hkv, S, D) to (B, S, Hq, D)."""
+    xp, (batch, heads_kv, ratio, seqlen, dim) = _namespace(heads), heads.shape
+    return xp.swapaxes(heads.reshape(batch, heads_kv * ratio, seqlen, dim), 1, 2)
+
+
+def _nothing(q: Array, v: Array) -> tuple[Array, Array]:
+    """out and lse where no query sees a key, to be filled in."""
+    out = _full(q, (*q.shape[:-1], v.shape[-1]), 0.0)
+    return out, _full(_widen(q[:0]), (q.shape[0], q.shape[2], q.shape[1]), -math.inf)
+
+
+def _finite(row_max: Array) -> Array:
+    """-inf, the maximum of a row without a key, as 0: subtracting it from scores of -inf gives -inf and not NaN."""
+    return _namespace(row_max).where(row_max == -math.inf, 0.0, row_max)
+
+
+def _positive(row_sum: Array) -> Array:
+    """Row sums whose logarithm may be taken: that of a row without a key is not used."""
+    return _namespace(row_sum).where(row_sum == 0, 1.0, row_sum)
