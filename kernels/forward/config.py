@@ -45,8 +45,18 @@ class Config:
         """Registers a thread of the producer and of the consumers: what setmaxnreg makes of the 64 Ki of an SM."""
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
 
+    def o_over_q(self, spec: Spec) -> bool:
+        """Whether O leaves through Q's shared memory: always for a single tile, else where it has no room of its own."""
+        own = ELEMENT_BYTES * self.tile_m * spec.head_dim_v
+        return not self.persistent or self._shared_bytes(spec) + own > SHARED_BYTES
+
     def shared_bytes(self, spec: Spec) -> int:
-        """Tiles of Q (O lies over it) and of the K and V rings, barriers, alignment."""
+        """Dynamic shared memory of a CTA."""
+        own = 0 if self.o_over_q(spec) else ELEMENT_BYTES * self.tile_m * spec.head_dim_v
+        return self._shared_bytes(spec) + own
+
+    def _shared_bytes(self, spec: Spec) -> int:
+        """Tiles of Q and of the K and V rings, their barriers, one alignment gap."""
         kv = self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v)
         return ELEMENT_BYTES * (self.tile_m * spec.head_dim + kv) + 8 * 2 * (1 + 2 * self.stages) + 1024
 

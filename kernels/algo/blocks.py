@@ -1,0 +1,35 @@
+"""Which key blocks a query tile takes."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32
+
+from .seqlen import Lengths
+
+
+class Blocks(NamedTuple):
+    """Key blocks of one query tile, taken right to left: first those that need a mask, then those that do not."""
+
+    count: Int32  # at least 1
+    masked: Int32  # at least 1: the last block may pass the end of the keys
+
+    def n_block(self, i):
+        """The i-th block taken."""
+        return self.count - 1 - i
+
+
+def key_blocks(m_block, lengths: Lengths, tile_m: int, tile_n: int, causal: bool) -> Blocks:
+    """Blocks beyond the diagonal are left out. A tile that sees no key takes one block, wholly masked."""
+    count, masked = ceil_div(lengths.k, tile_n), 1
+    if causal:
+        seen_first = m_block * tile_m + 1 + lengths.k - lengths.q  # keys that the tile's first row sees
+        seen_last = cutlass.max(seen_first + tile_m - 1, 1)
+        count = cutlass.min(count, ceil_div(seen_last, tile_n))
+        masked = cutlass.max(count - cutlass.max(seen_first, 0) // tile_n, 1)
+    return Blocks(count, masked)
+
+
+def ceil_div(a, b):
+    # NOTE: not cute.ceil_div: with a divisor that folds to 1 it fails to legalise.
+    return (a + (b - 1)) // b

@@ -1,0 +1,101 @@
+"""Online softmax on a warpgroup's accumulators, base 2, two rows a thread, a row spread over four lanes.
+
+Follows the online softmax of FlashAttention-2 (arXiv 2307.08691, section 3.1) with the scale folded into one
+fused multiply-add before exp2 and a single normalisation at the end.
+"""
+
+import math
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from ..prims.wgmma import ROWS, rows
+
+CHAINS = 4  # independent accumulators of a reduction over registers: hides the latency of one
+
+
+def fold(op, x: cute.TensorSSA):
+    """Reduce a thread's values with op in CHAINS chains."""
+    r = cute.make_rmem_tensor(x.shape, Float32)
+    r.store(x)
+    part = [r[i] for i in range(CHAINS)]
+    for i in range(CHAINS, cute.size(r)):
+        part[i % CHAINS] = op(part[i % CHAINS], r[i])
+    while len(part) > 1:
+        part = [op(a, b) for a, b in zip(part[::2], part[1::2], strict=True)]
+    return part[0]
+
+
+def quad(op, x: Float32) -> Float32:
+    """Reduce over the four lanes that share a row."""
+    for lanes in (1, 2):
+        x = op(x, cute.arch.shuffle_sync_bfly(x, offset=lanes))
+    return x
+
+
+def add(a, b):
+    return a + b
+
+
+class Softmax(NamedTuple):
+    """State of one warpgroup's rows.
+
+    `update` takes a block's row max, then `exponentiate` turns the block into P step by step.
+    NOTE: the fields are register memory, changed in place by methods called from run-time loops.
+    """
+
+    scale_log2: Float32  # softmax scale * log2(e)
+    row_max: cute.Tensor  # (2) of the unscaled scores
+    row_sum: cute.Tensor  # (2, 2) this thread's part, two independent sums a row
+    offset: cute.Tensor  # (2) scaled max that the block's scores lose
+    factor: cute.Tensor  # (2) what O must be multiplied with before it takes the block
+
+    @staticmethod
+    def create(scale_log2: Float32) -> "Softmax":
+        def state(shape):
+            return cute.make_rmem_tensor(shape, Float32)
+
+        return Softmax(scale_log2, state(ROWS), state((ROWS, 2)), state(ROWS), state(ROWS))
+
+    def reset(self):
+        self.row_sum.fill(0.0)
+        self.factor.fill(1.0)
+
+    @cute.jit
+    def update(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr, check_inf: cutlass.Constexpr):
+        """check_inf: the block may hide every key of a row."""
+        S = rows(acc_S)
+        # NOTE: the max of both rows first, the exponentials after: ptxas keeps this order, and it is 1 % faster.
+        new = [fold(cute.arch.fmax, S[r, None].load()) for r in range(ROWS)]
+        if cutlass.const_expr(not is_first):
+            new = [cute.arch.fmax(new[r], self.row_max[r]) for r in range(ROWS)]
+        new = [quad(cute.arch.fmax, x) for x in new]
+        for r in cutlass.range_constexpr(ROWS):
+            row_max = new[r]
+            base = row_max
+            if cutlass.const_expr(check_inf):  # a row without a key so far: exp2(-inf - 0) = 0, not NaN
+                base = Float32(0.0) if row_max == -Float32.inf else row_max
+            self.offset[r] = base * self.scale_log2
+            if cutlass.const_expr(not is_first):
+                self.factor[r] = cute.math.exp2(self.row_max[r] * self.scale_log2 - self.offset[r], fastmath=True)
+                for chain in cutlass.range_constexpr(2):
+                    self.row_sum[r, chain] = self.row_sum[r, chain] * self.factor[r]
+            self.row_max[r] = row_max
+
+    def exponentiate(self, acc_S: cute.Tensor, k: int):
+        """exp2(scale * S - offset) of the 16 keys of one step k of PV, in place: 8 values a thread."""
+        for j in range(8):
+            row, chain = j // 2 % 2, j % 2
+            p = cute.math.exp2(acc_S[8 * k + j] * self.scale_log2 - self.offset[row], fastmath=True)
+            acc_S[8 * k + j] = p
+            self.row_sum[row, chain] = self.row_sum[row, chain] + p
+
+    @cute.jit
+    def finish(self, inverse: cute.Tensor, lse: cute.Tensor):
+        """(2) 1 / row_sum, 0 for a row that saw no key, and (2) log-sum-exp, natural log, -inf for such a row."""
+        for r in cutlass.range_constexpr(ROWS):
+            total = quad(add, self.row_sum[r, 0] + self.row_sum[r, 1])
+            inverse[r] = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
+            lse[r] = (self.row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * math.log(2)

@@ -1,0 +1,237 @@
+"""FlashAttention-3 forward for sm_90a: O = softmax(scale Q K^T) V and its log-sum-exp.
+
+role       warps              registers     waits for               signals
+producer   1 (of 4)           24..56        q, k, v empty           q, k, v full (TMA)
+consumer   4 a warpgroup      160..256      q, k, v full            q, k, v empty
+
+barrier        kind    depth         arrivals
+q_full         TMA     1             Q bytes of the CTA
+k_full v_full  TMA     stages        bytes of a block
+q_empty        warps   1             each consumer warp; where O lies over Q: the storing warp of each warpgroup
+k_empty v_empty warps  stages        each consumer warp
+turns          named   warpgroups    256 threads: who waits, who lets go
+o_tile         named   warpgroups    128 threads: a warpgroup's O is in shared memory
+"""
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.tensor_utils
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from ..algo.blocks import Blocks, ceil_div, key_blocks
+from ..algo.gqa import HeadMap
+from ..algo.mask import Mask
+from ..algo.scheduler import OneTile, Persistent, TileOrder, WorkTile, section_in_l2
+from ..algo.seqlen import DenseSeqlen, Lengths
+from ..algo.softmax import Softmax
+from ..prims.ring import Ring
+from ..prims.tma import Operand, operand
+from ..prims.turns import NoTurns, Turns
+from ..prims.wgmma import ROWS, scale_rows
+from .config import ELEMENT_BYTES, Config, Spec
+from .epilogue import OutputTile, store_lse
+from .load import DenseKV, QuerySource, load_kv
+from .mma import Attention, InTurn, Overlapped, attend
+
+LAYOUT = cutlass.tensor_utils.LayoutEnum
+MAJOR = cute.nvgpu.OperandMajorMode
+SOURCE = warpgroup.OperandSource
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+TURNS_BARRIER, O_BARRIER = 1, 4  # named barriers, one a warpgroup from here on; 0 is the CTA's
+CONSUMER_WARPS = 4  # of a warpgroup
+
+
+class Producer(NamedTuple):
+    query: QuerySource
+    kv: DenseKV
+    seqlen: DenseSeqlen
+    spec: Spec
+    config: Config
+
+    def blocks(self, tile: WorkTile) -> Blocks:
+        c = self.config
+        return key_blocks(tile.m_block, self.seqlen.of(tile.batch), c.tile_m, c.tile_n, self.spec.causal)
+
+    def run(self, tile: WorkTile, blocks: Blocks):
+        k, v = self.kv.feeds(self.seqlen, tile)
+        self.query.put(self.seqlen, tile)
+        load_kv(k, v, blocks, tile.base)
+
+
+class Consumer(NamedTuple):
+    attention: Attention
+    schedule: object  # Overlapped or InTurn
+    output: OutputTile
+    q_ring: Ring
+    mLSE: cute.Tensor
+    seqlen: DenseSeqlen
+    warpgroup: Int32
+    thread: Int32  # of the warpgroup
+    spec: Spec
+    config: Config
+
+    blocks = Producer.blocks
+
+    def run(self, tile: WorkTile, blocks: Blocks):
+        a, c, thread = self.attention, self.config, self.thread
+        lengths = self.seqlen.of(tile.batch)
+        row_tile = tile.m_block * c.warpgroups + self.warpgroup
+        row, column = row_tile * 64 + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+        self.q_ring.wait_full(tile.nth)
+        attend(self.schedule, a, Mask(row, column, lengths, c.tile_n, self.spec.causal), blocks, tile.base)
+        self.output.before_last_values(tile)
+        self.schedule.last(a, tile.base + blocks.count - 1)
+        inverse, lse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
+        a.softmax.finish(inverse, lse)
+        scale_rows(a.acc_O, inverse)
+        self.output.store(a.acc_O, a.pv, self.seqlen, tile, row_tile, thread)
+        store_lse(lse, self.mLSE[tile.batch, tile.head, None], row, column)
+
+
+class Forward:
+    def __init__(self, spec: Spec, config: Config):
+        self.spec, self.config = spec, config
+        self.dtype = DTYPES[spec.dtype]
+
+    @cute.jit
+    def __call__(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor,
+        scale_log2: Float32, num_sms: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """mQ (b, sq, h, d); mK (b, sk, h_kv, d); mV (b, sk, h_kv, d_v); mO (b, sq, h, d_v); mLSE (b, h, sq) float32.
+
+        d and d_v may be smaller than the tile's. scale_log2 = softmax scale * log2(e), above 0.
+        """
+        c, spec, dtype = self.config, self.spec, self.dtype
+        qk = sm90.make_trivial_tiled_mma(dtype, dtype, MAJOR.K, MAJOR.K, Float32, (1, 1, 1), (64, c.tile_n))
+        pv = sm90.make_trivial_tiled_mma(
+            dtype, dtype, MAJOR.K, MAJOR.MN, Float32, (1, 1, 1), (64, spec.head_dim_v), SOURCE.RMEM
+        )
+        q_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.warpgroups)
+        o_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim_v), dtype, c.warpgroups)
+        k_tile = sm90.make_smem_layout_b(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.stages)
+        v_tile = sm90.make_smem_layout_b(LAYOUT.COL_MAJOR, (64, spec.head_dim_v, c.tile_n), dtype, c.stages)
+        fetch, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        Q = operand(fetch, mQ, [1, 3, 2, 0], q_tile)
+        K = operand(fetch, mK, [1, 3, 2, 0], k_tile)
+        V = operand(fetch, mV, [3, 1, 2, 0], v_tile)
+        O = operand(put, mO, [1, 3, 2, 0], o_tile)
+        batch, seqlen_q, heads, _ = mQ.shape
+        _, seqlen_k, heads_kv, _ = mK.shape
+        head_map = HeadMap(heads // heads_kv)
+        order = self.order(seqlen_q, seqlen_k, heads, batch, head_map.ratio)
+        seqlen = DenseSeqlen(Lengths(seqlen_q, seqlen_k))
+        self.kernel(Q, K, V, O, mLSE, qk, pv, scale_log2, seqlen, head_map, order).launch(
+            grid=(self.scheduler(order).ctas(num_sms), 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    def order(self, seqlen_q, seqlen_k, heads, batch, ratio) -> TileOrder:
+        c, spec = self.config, self.spec
+        sequences = heads * batch
+        section = Int32(1)
+        if spec.causal:
+            kv_bytes = Int64(seqlen_k) * (ELEMENT_BYTES * (spec.head_dim + spec.head_dim_v))
+            section = section_in_l2(kv_bytes, ratio, sequences)
+        return TileOrder.create(ceil_div(seqlen_q, c.tile_m), heads, sequences, section, spec.causal)
+
+    def scheduler(self, order: TileOrder):
+        return Persistent(order) if self.config.persistent else OneTile(order)
+
+    @cute.kernel
+    def kernel(
+        self, Q: Operand, K: Operand, V: Operand, O: Operand, mLSE: cute.Tensor, qk: cute.TiledMma, pv: cute.TiledMma,
+        scale_log2: Float32, seqlen: DenseSeqlen, head_map: HeadMap, order: TileOrder,
+    ):  # fmt: skip
+        c, spec, scheduler = self.config, self.spec, self.scheduler(order)
+        over_q = c.o_over_q(spec)
+        smem = cutlass.memory.SmemAllocator()
+        sQ, sK, sV = (self.stages(smem, x) for x in (Q, K, V))
+        sO = None if const_expr(over_q) else self.stages(smem, O)
+        consumers = c.warpgroups * CONSUMER_WARPS
+        q_ring = self.ring(smem, sQ, 1, c.warpgroups if over_q else consumers)
+        k_ring, v_ring = (self.ring(smem, sX, c.stages, consumers) for sX in (sK, sV))
+        thread, _, _ = cute.arch.thread_idx()
+        role = cute.arch.make_warp_uniform(thread // 128)  # 0 producer, 1.. consumers
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        if warp == 0:
+            for x in (Q, K, V, O):
+                cpasync.prefetch_descriptor(x.atom)
+            with cute.arch.elect_one():
+                for ring in (q_ring, k_ring, v_ring):
+                    ring.init()
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        producer_registers, consumer_registers = c.registers
+        if role == 0:
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp == 0:
+                query = QuerySource(Q, sQ, q_ring, c.warpgroups, spec.head_dim)
+                kv = DenseKV(K, V, sK, sV, k_ring, v_ring, head_map, c.tile_n, spec.head_dim, spec.head_dim_v)
+                producer = Producer(query, kv, seqlen, spec, c)
+                scheduler.for_each(producer.blocks, producer.run)
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            wg, thread = role - 1, thread % 128
+            attention = self.attention(qk, pv, sQ[None, None, wg], sK, sV, k_ring, v_ring, scale_log2, wg)
+            own = self.over(sQ[None, None, wg], O) if const_expr(over_q) else sO[None, None, wg]
+            output = OutputTile(O, own, over_q, q_ring, O_BARRIER + wg, spec.head_dim_v)
+            schedule = Overlapped() if c.overlap else InTurn()
+            attention.turns.start()
+            consumer = Consumer(attention, schedule, output, q_ring, mLSE, seqlen, wg, thread, spec, c)
+            scheduler.for_each(consumer.blocks, consumer.run)
+            if const_expr(not over_q):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def stages(self, smem, x: Operand) -> cute.Tensor:
+        return smem.allocate_tensor(self.dtype, x.layout.outer, byte_alignment=1024, swizzle=x.layout.inner)
+
+    def ring(self, smem, sX: cute.Tensor, stages: int, consumers: int) -> Ring:
+        bars = smem.allocate_array(Int64, 2 * stages)
+        return Ring(bars, bars + stages, stages, cute.size_in_bytes(sX.element_type, sX.layout) // stages, consumers)
+
+    def over(self, sQ: cute.Tensor, O: Operand) -> cute.Tensor:
+        """O's layout on the memory of a Q tile."""
+        return cute.make_tensor(sQ.iterator, cute.slice_(O.layout.outer, (None, None, 0)))
+
+    def attention(self, qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2, wg) -> Attention:
+        c = self.config
+        qk_wg, pv_wg = qk.get_slice(0), pv.get_slice(0)
+        return Attention(
+            qk,
+            pv,
+            rQ=qk.make_fragment_A(qk_wg.partition_A(sQ)),
+            rK=qk.make_fragment_B(qk_wg.partition_B(sK)),
+            rV=pv.make_fragment_B(pv_wg.partition_B(sV)),
+            rP=cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), self.dtype),
+            acc_O=cute.make_rmem_tensor(pv.partition_shape_C((64, self.spec.head_dim_v)), Float32),
+            k_ring=k_ring,
+            v_ring=v_ring,
+            softmax=Softmax.create(scale_log2),
+            turns=Turns(wg, c.warpgroups, TURNS_BARRIER) if c.pingpong else NoTurns(),
+            tile_n=c.tile_n,
+        )
+
+
+def signature(spec: Spec, config: Config) -> tuple:
+    """What cute.compile takes: fn(q, k, v, o, lse, scale_log2, num_sms) on the current stream."""
+    batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = (cute.sym_int() for _ in range(7))
+
+    def tensor(seqlen, heads, head_dim):
+        strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+        shape = (batch, seqlen, heads, head_dim)
+        return make_fake_tensor(DTYPES[spec.dtype], shape, (*strides, 1), assumed_align=16)
+
+    lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
+    lse = make_fake_tensor(cutlass.Float32, (batch, heads, seqlen_q), lse_strides, assumed_align=4)
+    q, o = tensor(seqlen_q, heads, head_dim), tensor(seqlen_q, heads, head_dim_v)
+    k, v = tensor(seqlen_k, heads_kv, head_dim), tensor(seqlen_k, heads_kv, head_dim_v)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return Forward(spec, config), (q, k, v, o, lse, Float32(1.0), Int32(1), stream)

@@ -1,0 +1,68 @@
+"""Producer role: one warp feeds Q once a tile and then K and V, K one block ahead of V."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..algo.blocks import Blocks
+from ..algo.gqa import HeadMap
+from ..algo.scheduler import WorkTile
+from ..algo.seqlen import DenseSeqlen
+from ..prims.ring import Ring
+from ..prims.tma import Feed, Operand
+
+
+class QuerySource(NamedTuple):
+    """Q tiles of 64 rows, one a warpgroup, all under one barrier."""
+
+    operand: Operand
+    sQ: cute.Tensor  # (64, head_dim, warpgroup)
+    ring: Ring
+    warpgroups: int
+    head_dim: int
+
+    def put(self, seqlen: DenseSeqlen, tile: WorkTile):
+        mQ = seqlen.select(self.operand.tensor, tile.head, tile.batch)
+        gQ = cute.local_tile(mQ, (64, self.head_dim), (None, 0))
+        q = Feed.create(self.ring, self.operand.atom, gQ, self.sQ)
+        q.put_all(tile.nth, tile.m_block * self.warpgroups, self.warpgroups)
+
+
+class DenseKV(NamedTuple):
+    """K and V that lie in memory as whole tensors: one TMA box a block, zeros past the end of the keys."""
+
+    K: Operand
+    V: Operand
+    sK: cute.Tensor  # (tile_n, head_dim, stage)
+    sV: cute.Tensor  # (head_dim_v, tile_n, stage)
+    k_ring: Ring
+    v_ring: Ring
+    heads: HeadMap
+    tile_n: int
+    head_dim: int
+    head_dim_v: int
+
+    def feeds(self, seqlen: DenseSeqlen, tile: WorkTile) -> tuple[Feed, Feed]:
+        """K and V of the tile's head, block by block."""
+        head = self.heads.kv_head(tile.head)
+        gK = cute.local_tile(
+            seqlen.select(self.K.tensor, head, tile.batch), (self.tile_n, self.head_dim), (None, 0)
+        )
+        gV = cute.local_tile(
+            seqlen.select(self.V.tensor, head, tile.batch), (self.head_dim_v, self.tile_n), (0, None)
+        )
+        k = Feed.create(self.k_ring, self.K.atom, gK, self.sK)
+        v = Feed.create(self.v_ring, self.V.atom, gV, self.sV)
+        return k, v
+
+
+@cute.jit
+def load_kv(k: cutlass.Constexpr, v: cutlass.Constexpr, blocks: Blocks, base: Int32):
+    """The key blocks of one tile at ring positions base.. ."""
+    k.put(base, blocks.n_block(0))
+    for i in cutlass.range(1, blocks.count, unroll=1):
+        k.put(base + i, blocks.n_block(i))
+        v.put(base + i - 1, blocks.n_block(i - 1))
+    v.put(base + blocks.count - 1, 0)

@@ -1,0 +1,29 @@
+"""Instructions that the DSL does not give, one a function."""
+
+import cutlass
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+PACKED = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
+
+
+@dsl_user_op
+def pack(low: Float32, high: Float32, dtype, *, loc=None, ip=None) -> Int32:
+    """cvt.rn.{bf16x2, f16x2}.f32: two floats rounded into one register.
+
+    NOTE: `fragment.to(dtype)` packs only sizes that are a power of two; others cost twice the conversions and spill.
+    """
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    instruction = f"cvt.rn.{PACKED[dtype]}.f32 $0, $1, $2;"
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            operands,
+            instruction,
+            "=r,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )

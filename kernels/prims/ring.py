@@ -1,0 +1,45 @@
+"""Tiles in flight between the TMA warp and the consumer warpgroups.
+
+A position in a ring is one number: how many tiles came before. Stage and phase follow from it, so a role carries no
+state but its loop counter. NOTE: positions are divided as Uint32; the signed modulo costs instructions.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+
+class Ring(NamedTuple):
+    full: cute.Pointer  # (stages) mbarriers: the tile's bytes have landed
+    empty: cute.Pointer  # (stages) mbarriers: every consumer is done with the tile
+    stages: int
+    tile_bytes: int
+    consumers: int  # arrivals that empty a stage
+
+    def init(self):
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self.full + stage, 1)
+            cute.arch.mbarrier_init(self.empty + stage, self.consumers)
+
+    def stage(self, i):
+        return Int32(Uint32(i) % self.stages)
+
+    def phase(self, i):
+        return Int32(Uint32(i) // self.stages) & 1
+
+    def wait_full(self, i):
+        cute.arch.mbarrier_wait(self.full + self.stage(i), self.phase(i))
+
+    def release(self, i):
+        """One arrival from the calling warp."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + self.stage(i))
+
+    def claim(self, i):
+        """Wait until the stage is free and announce its bytes; returns the mbarrier that the copies must signal."""
+        cute.arch.mbarrier_wait(self.empty + self.stage(i), self.phase(i) ^ 1)
+        full = self.full + self.stage(i)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
+        return full

@@ -1,0 +1,47 @@
+"""Tensors seen by the tensor memory accelerator: a copy atom, its coordinate tensor and the layout in shared memory."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from .ring import Ring
+
+
+class Operand(NamedTuple):
+    atom: cute.CopyAtom
+    tensor: cute.Tensor  # coordinates, modes as the operand was made
+    layout: cute.ComposedLayout  # (row, column, stage) in shared memory
+
+
+def operand(op, mX: cute.Tensor, modes: list, layout) -> Operand:
+    """mX (b, s, h, d) with its modes reordered, and the TMA that moves one stage of layout."""
+    mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=modes))
+    tile = cute.slice_(layout, (None, None, 0))
+    atom, tensor = cpasync.make_tiled_tma_atom(op, mX, tile, (cute.size(tile, mode=[0]), cute.size(tile, mode=[1])))
+    return Operand(atom, tensor, layout)
+
+
+class Feed(NamedTuple):
+    """A TMA copy of tiles g (.., tile) into the stages s (.., stage) of a ring."""
+
+    ring: Ring
+    atom: cute.CopyAtom
+    g: cute.Tensor
+    s: cute.Tensor
+
+    @staticmethod
+    def create(ring: Ring, atom: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor) -> "Feed":
+        one_cta = cute.make_layout(1)
+        s, g = cpasync.tma_partition(atom, 0, one_cta, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+        return Feed(ring, atom, g, s)
+
+    def put(self, i, tile):
+        """Tile number `tile` into ring position i."""
+        cute.copy(self.atom, self.g[None, tile], self.s[None, self.ring.stage(i)], tma_bar_ptr=self.ring.claim(i))
+
+    def put_all(self, i, first, stages: int):
+        """Tiles first.. into every stage at once, under the barrier of ring position i: a ring of one position."""
+        full = self.ring.claim(i)
+        for stage in range(stages):
+            cute.copy(self.atom, self.g[None, first + stage], self.s[None, stage], tma_bar_ptr=full)
