@@ -1,0 +1,22 @@
+"""FlashAttention-3 for Hopper GPUs, called from PyTorch. Importing it imports neither torch nor the compiler."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fa3.interface import explain, flash_attn_func, flash_attn_qkvpacked_func, is_available, why_not
+
+__version__ = "0.1.0"
+__all__ = ["explain", "flash_attn_func", "flash_attn_qkvpacked_func", "is_available", "why_not"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'fa3' has no attribute {name!r}; it exports {', '.join(__all__)}")
+    value = getattr(import_module("fa3.interface"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,119 @@
+"""Validated tensors -> outputs, on the current stream of their device: allocate, fetch the compiled kernel, call it.
+
+What a call needs beyond its tensors (kernel, output shapes, device) is a Plan, made once for the shapes, strides and
+devices of a call and found again by one dictionary hit, so that a repeated call costs microseconds of host time.
+
+What TMA can take: a data pointer that is a multiple of 16 bytes, and strides that are multiples of 8 elements in every
+dimension of more than one element; expanded dimensions (stride 0) too. A tensor that does not fit is copied into a
+contiguous one first; a dimension of one element whose stride does not fit gets another stride, without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.cuda import current_device
+
+from fa3.device import chip
+from fa3.heuristics import config_for
+from fa3.kernels.compile import load
+from fa3.kernels.forward.config import Config
+from fa3.problem import LOG2_E, MAX_SCALE, SMALLEST_SCALE, Problem, check_chip, check_sizes, problem_of
+
+TMA_ALIGNMENT = 16  # bytes
+STRIDE_STEP = 8  # elements: 16 bytes of a 16-bit type
+PLANS_MAX = 4096  # forgotten all together, so that ever new lengths do not fill the memory
+
+Strides = tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    run: Callable[..., object] | None  # None: an empty problem
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    device: int
+    num_sms: int
+    strides: tuple[Strides | None, Strides | None, Strides | None] | None  # to be given to q, k, v; None: as they are
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """O (B, Sq, Hq, Dv) in q's dtype and LSE (B, Hq, Sq) in fp32, both contiguous. Never waits for the device."""
+    # fmt: off
+    key = (
+        q.dtype, q.shape, q.stride(), q.get_device(), k.dtype, k.shape, k.stride(), k.get_device(),
+        v.dtype, v.shape, v.stride(), v.get_device(), causal,
+    )
+    # fmt: on
+    plan = _plans.get(key)
+    if plan is None or not 0.0 <= softmax_scale <= MAX_SCALE:
+        plan = _plan(q, k, v, softmax_scale, causal)
+        if len(_plans) >= PLANS_MAX:
+            _plans.clear()
+        _plans[key] = plan
+    run, out_shape, lse_shape, device, num_sms, strides = plan
+    out = q.new_empty(out_shape)
+    lse = q.new_empty(lse_shape, dtype=torch.float32)
+    if run is None:
+        return out.zero_(), lse.fill_(-math.inf)
+    if strides is not None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT != 0:
+        wanted = strides or (None, None, None)
+        q, k, v = fitted(q, wanted[0]), fitted(k, wanted[1]), fitted(v, wanted[2])
+    scale_log2 = max(softmax_scale, SMALLEST_SCALE) * LOG2_E
+    if current_device() == device:
+        run(q, k, v, out, lse, scale_log2, num_sms)
+    else:
+        with torch.cuda.device(device):
+            run(q, k, v, out, lse, scale_log2, num_sms)
+    return out, lse
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Plan:
+    problem = problem_of(q, k, v, softmax_scale, causal)
+    device = q.get_device()
+    found = chip(device)
+    check_chip(found)
+    config = config_of(problem, found.num_sms)
+    check_sizes(problem, config)
+    run = None if problem.is_empty else load(problem.spec, config)
+    wanted = (strides_for(q), strides_for(k), strides_for(v))
+    strides = None if wanted == (None, None, None) else wanted
+    return Plan(run, problem.out_shape, problem.lse_shape, device, found.num_sms, strides)
+
+
+def config_of(problem: Problem, num_sms: int) -> Config:
+    """The Config that the heuristics choose for it on a chip of that many SMs."""
+    p = problem
+    return config_for(p.spec, p.seqlen_q, p.seqlen_k, p.heads, p.heads_kv, p.batch, num_sms)
+
+
+def strides_for(tensor: Tensor) -> Strides | None:
+    """The strides with those of one-element dimensions set to what TMA can take; None when all are good as they are."""
+    if not any(stride % STRIDE_STEP for stride in tensor.stride()[:-1]):
+        return None
+    row = tensor.shape[-1]
+    pairs = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return (*(row if size == 1 and stride % STRIDE_STEP else stride for size, stride in pairs), 1)
+
+
+def why_copied(tensor: Tensor, address: int | None) -> str:
+    """Why TMA cannot take the tensor, in words; empty when it can. An unknown address (None) counts as aligned."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)):
+        if size > 1 and stride % STRIDE_STEP:
+            return f"stride {stride} of dimension {dim} is not a multiple of {STRIDE_STEP} elements"
+    if address is not None and address % TMA_ALIGNMENT:
+        return f"data pointer is {address % TMA_ALIGNMENT} bytes past a multiple of {TMA_ALIGNMENT}"
+    return ""
+
+
+def fitted(tensor: Tensor, strides: Strides | None) -> Tensor:
+    """The tensor as TMA can take it: itself, the same memory under `strides`, or a contiguous copy."""
+    if tensor.data_ptr() % TMA_ALIGNMENT or (strides and any(stride % STRIDE_STEP for stride in strides[:-1])):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if strides is None else tensor.as_strided(tensor.shape, strides)

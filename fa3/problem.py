@@ -1,0 +1,248 @@
+"""Tensors -> Problem: the sizes of a call and the kernel's Spec. Every user error of the package is raised here.
+
+Each error names the argument, the value that was got and what is allowed, and comes before anything is launched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fa3.device import Chip
+from fa3.kernels.forward.config import Config, Spec, tile_for
+
+KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+CHECKING_DTYPES = (torch.float32, torch.float64)  # CPU only: the reference in higher precision
+DEVICES = ("cuda", "cpu", "meta")
+HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 256
+INT32_MAX = 2**31 - 1  # sizes and the grid are 32-bit on the device; offsets are not
+LOG2_E = 1.4426950408889634
+MAX_SCALE = torch.finfo(torch.float32).max / LOG2_E  # the kernel takes softmax_scale * log2(e) in fp32
+# Stands for a scale of 0, where a masked score would become -inf * 0 = NaN: all keys weigh alike.
+SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A validated call: q (batch, seqlen_q, heads, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim | head_dim_v)."""
+
+    spec: Spec
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.seqlen_q, self.heads, self.head_dim_v
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        return self.batch, self.heads, self.seqlen_q
+
+    @property
+    def is_empty(self) -> bool:
+        """No kernel runs: there is no query, or no key that one could see."""
+        return 0 in (self.batch, self.seqlen_q, self.seqlen_k, self.heads)
+
+    def num_tiles(self, tile_m: int) -> int:
+        return self.batch * self.heads * -(-self.seqlen_q // tile_m)
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Problem:
+    """The Problem of a call, or the ValueError / TypeError that says what is wrong with it."""
+    check_tensors(q, k, v)
+    check_scale(softmax_scale)
+    batch, seqlen_q, heads, head_dim = q.shape
+    _, seqlen_k, heads_kv, head_dim_v = v.shape
+    # fp32 and fp64 run on the CPU only, in the order of the bf16 kernel.
+    spec = Spec(KERNEL_DTYPES.get(q.dtype, "bfloat16"), *tile_for(head_dim, head_dim_v), causal)
+    return Problem(spec, batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, head_dim_v)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Types, devices, dtypes, shapes, head ratio, last stride. Sizes may be symbolic: no comparison fixes a length."""
+    check_are_tensors(q=q, k=k, v=v)
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device, got q on {q.device}, k on {k.device}, v on {v.device}")
+    if q.device.type not in DEVICES:
+        raise ValueError(f"q, k, v are on {q.device}; allowed: {', '.join(DEVICES)}")
+    _check_dtypes(q, k, v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_rank(name, tensor)
+    _check_shapes(q, k, v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name} has stride {tensor.stride(-1)} in its last dimension, which must be contiguous (stride 1): "
+                f"call {name}.contiguous() first"
+            )
+
+
+def check_are_tensors(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        if value.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k, v must have one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}")
+    if q.dtype in KERNEL_DTYPES or (q.dtype in CHECKING_DTYPES and q.device.type != "cuda"):
+        return
+    raise TypeError(
+        f"q, k, v have dtype {q.dtype} on {q.device.type}; allowed: torch.bfloat16 and torch.float16, "
+        "and on CPU torch.float32 and torch.float64"
+    )
+
+
+def _check_rank(name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 4:
+        raise ValueError(
+            f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got {tensor.dim()}: {tuple(tensor.shape)}"
+        )
+
+
+def _check_head_dim(name: str, head_dim: int) -> None:
+    if head_dim % HEAD_DIM_STEP != 0 or head_dim < HEAD_DIM_STEP or head_dim > HEAD_DIM_MAX:
+        raise ValueError(
+            f"{name} has head_dim {head_dim}; allowed: multiples of {HEAD_DIM_STEP} "
+            f"from {HEAD_DIM_STEP} to {HEAD_DIM_MAX}"
+        )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    _check_head_dim("q", q.shape[3])
+    _check_head_dim("v", v.shape[3])
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k must have the head_dim of q, {q.shape[3]}, got {k.shape[3]} (v's may differ)")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q, k, v must have one batch size, got q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must have one seqlen, got k {k.shape[1]}, v {v.shape[1]}")
+    heads, heads_kv = q.shape[2], k.shape[2]
+    if heads_kv != v.shape[2]:
+        raise ValueError(f"k and v must have the same number of heads, got k {heads_kv}, v {v.shape[2]}")
+    if heads_kv == 0:
+        raise ValueError(f"k and v must have at least 1 head, got q {heads} and k, v 0")
+    if heads % heads_kv != 0:
+        raise ValueError(
+            f"the number of heads of q must be a multiple of that of k and v, got q {heads} and k, v {heads_kv}"
+        )
+
+
+def check_sizes(problem: Problem, config: Config) -> None:
+    """What the device counts in 32 bits."""
+    for name in ("batch", "seqlen_q", "seqlen_k", "heads"):
+        if getattr(problem, name) > INT32_MAX:
+            raise ValueError(f"{name} is {getattr(problem, name)}; allowed: at most {INT32_MAX}")
+    tiles = problem.num_tiles(config.tile_m)
+    if tiles > INT32_MAX:
+        raise ValueError(
+            f"q of shape {(problem.batch, problem.seqlen_q, problem.heads, problem.head_dim)} makes {tiles} work tiles "
+            f"(batch * heads * seqlen_q / {config.tile_m}); allowed: at most {INT32_MAX}. Split the batch"
+        )
+
+
+def default_scale(q: Tensor) -> float:
+    """1 / sqrt(head_dim)."""
+    check_are_tensors(q=q)
+    _check_rank("q", q)
+    _check_head_dim("q", q.shape[3])
+    return q.shape[3] ** -0.5
+
+
+def check_scale(softmax_scale: float) -> None:
+    if not isinstance(softmax_scale, (int, float)) or isinstance(softmax_scale, bool):
+        raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__name__}")
+    if softmax_scale < 0:
+        raise ValueError(f"softmax_scale is {softmax_scale}; allowed: finite and >= 0. Negate q instead")
+    if not softmax_scale <= MAX_SCALE:  # also true of NaN
+        raise ValueError(f"softmax_scale is {softmax_scale}; allowed: finite (up to {MAX_SCALE:.3g}) and >= 0")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+
+
+def check_later_arguments(
+    qv: object = None,
+    q_descale: object = None,
+    k_descale: object = None,
+    v_descale: object = None,
+    window_size: object = (-1, -1),
+    attention_chunk: object = 0,
+    softcap: object = 0.0,
+    num_splits: object = 1,
+    pack_gqa: object = None,
+    sm_margin: object = 0,
+) -> None:
+    """Arguments of FlashAttention-3 that exist here for the callers' sake and may only hold their neutral value yet."""
+    for name, value in (("qv", qv), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+        if value is not None:
+            raise NotImplementedError(f"{name} is not supported yet; allowed: None, got {type(value).__name__}")
+    if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
+        raise NotImplementedError(f"window_size={window_size!r} is not supported yet; allowed: (-1, -1), no window")
+    for name, value, neutral in (
+        ("attention_chunk", attention_chunk, 0),
+        ("softcap", softcap, 0.0),
+        ("num_splits", num_splits, 1),
+        ("sm_margin", sm_margin, 0),
+    ):
+        if not isinstance(value, (int, float)) or value != neutral:
+            raise NotImplementedError(f"{name}={value!r} is not supported yet; allowed: {neutral}")
+    if pack_gqa is not None and pack_gqa is not False:
+        raise NotImplementedError(f"pack_gqa={pack_gqa!r} is not supported yet; allowed: None or False")
+
+
+def split_packed(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q, k, v of (batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads + 2 * heads_kv, head_dim)."""
+    check_are_tensors(qkv=qkv)
+    if num_heads_q is not None and (not isinstance(num_heads_q, int) or isinstance(num_heads_q, bool)):
+        raise TypeError(f"num_heads_q must be an int or None, got {type(num_heads_q).__name__}")
+    if qkv.dim() == 5:
+        if qkv.shape[2] != 3:
+            raise ValueError(
+                f"qkv with 5 dimensions must be (batch, seqlen, 3, heads, head_dim), got {tuple(qkv.shape)}"
+            )
+        if num_heads_q is not None and num_heads_q != qkv.shape[3]:
+            raise ValueError(f"num_heads_q is {num_heads_q}, but qkv with 5 dimensions has {qkv.shape[3]} heads of q")
+        return qkv.unbind(2)
+    if qkv.dim() != 4:
+        raise ValueError(
+            "qkv must be (batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads + 2 * heads_kv, head_dim), "
+            f"got {tuple(qkv.shape)}"
+        )
+    if num_heads_q is None:
+        raise ValueError(f"num_heads_q is needed for qkv with 4 dimensions, got None and {tuple(qkv.shape)}")
+    both = qkv.shape[2] - num_heads_q
+    if num_heads_q < 0 or both < 0 or both % 2 != 0:
+        raise ValueError(
+            f"num_heads_q is {num_heads_q}; qkv has {qkv.shape[2]} heads, "
+            "which must be num_heads_q + 2 * heads of k and v"
+        )
+    return qkv.split([num_heads_q, both // 2, both // 2], 2)
+
+
+def check_chip(chip: Chip) -> None:
+    if not chip.is_hopper:
+        major, minor = chip.capability
+        raise ValueError(
+            f"q is on {chip.name} (sm_{major}{minor}); allowed: Hopper GPUs (sm_90), or CPU tensors for the reference"
+        )
+
+
+def check_gradients(*tensors: Tensor) -> None:
+    """A call that autograd would have to differentiate."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise NotImplementedError(
+            "an input requires a gradient, and the backward does not exist yet: call under torch.no_grad(), or detach"
+        )
