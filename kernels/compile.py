@@ -1,9 +1,10 @@
 """Spec and Config in, callable out: the only cute.compile, behind the only cache.
 
-A kernel is looked for in memory, then on disk, then compiled. Compiling happens in a process of its own (process.py) and
-gives an object file, which every process links the same way, the one that compiled it included: without the compiler, by
-ORC from the bytes in the cache. A linked function also costs less a call than the compiler's own handle (0.15 us against
-0.36 us). Works for any frozen Spec whose `entry` names a module with `signature(spec, config) -> (callable, arguments)`.
+A kernel is looked for in memory, then on disk, then compiled. Compiling happens in a process of its own (process.py)
+and gives an object file, which every process links the same way, the one that compiled it included: without the
+compiler, by ORC from the bytes in the cache. A linked function also costs less a call than the compiler's own handle
+(0.15 us against 0.36 us, launch left out). Works for any frozen Spec whose `entry` names a module with
+`signature(spec, config) -> (callable, arguments)`.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from fa3.kernels.cache import entries as entries
 from fa3.kernels.key import ARCH, key, runtime_library
 from fa3.kernels.process import CompileError as CompileError
 from fa3.kernels.process import CompilerMissing as CompilerMissing
+from fa3.kernels.sass import launch_shared_bytes
 
 FUNCTION = "kernel"  # name of the host function in every object file
 INSTALL = "pip install 'nvidia-cutlass-dsl~=4.8.1' apache-tvm-ffi apache-tvm-ffi-orcjit"
@@ -43,6 +45,7 @@ class Inspection:
     ptx: str
     remarks: str  # what the compiler wrote, ptxas's account of registers, spills and warnings among it
     seconds: float  # that the compiler took, without its start
+    shared_bytes: int  # dynamic shared memory that the launch asks for
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Built:
     cubin: bytes
     ptx: str
     seconds: float
+    shared_bytes: int
 
 
 _linked: dict[tuple[Any, Any], Callable[..., None]] = {}
@@ -91,7 +95,7 @@ def prepare(spec: Any, config: Any) -> Path:
 def inspect(spec: Any, config: Any) -> Inspection:
     """Compile afresh, past the cache, keeping cubin, PTX and ptxas's remarks. Needs no GPU."""
     built, written = _compile(spec, config, look=True)
-    return Inspection(built.cubin, built.ptx, written, built.seconds)
+    return Inspection(built.cubin, built.ptx, written, built.seconds, built.shared_bytes)
 
 
 def directory() -> Path:
@@ -117,8 +121,11 @@ def build(spec: Any, config: Any, look: bool) -> Built:
         seconds = time.perf_counter() - start
         file = Path(folder, "kernel.o")
         compiled.export_to_c(str(file), function_name=FUNCTION)
-        cubin, ptx = (compiled.__cubin__, compiled.__ptx__) if look else (b"", "")
-        return Built(before if before == key(spec, config) else "", file.read_bytes(), cubin, ptx, seconds)
+        code, name = file.read_bytes(), before if before == key(spec, config) else ""
+        if not look:
+            return Built(name, code, b"", "", seconds, 0)
+        shared_bytes = launch_shared_bytes(str(compiled.ir_module))
+        return Built(name, code, compiled.__cubin__, compiled.__ptx__, seconds, shared_bytes)
 
 
 def _first_load(spec: Any, config: Any) -> Callable[..., None]:

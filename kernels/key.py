@@ -1,8 +1,9 @@
 """The name under which a compiled kernel is kept: a hash of everything that its machine code depends on.
 
-Spec and Config, the content (never the age) of the kernel sources, the versions and the CUDA flavour of the compiler and
-of tvm-ffi, the GPU architecture, and the instruction set of the host CPU, because the host half of a compiled kernel is
-made for the CPU of the machine that compiles it. Nothing here imports the compiler or depends on the Python version.
+Spec and Config, the content (never the age) of the kernel sources, the versions and the CUDA flavour of the compiler
+and of tvm-ffi, the GPU architecture, and the instruction set of the host CPU, because the host half of a compiled
+kernel is made for the CPU of the machine that compiles it. Nothing here imports the compiler or depends on the Python
+version.
 """
 
 import ctypes
@@ -36,8 +37,9 @@ def key(spec: Any, config: Any) -> str:
 
     Raises ModuleNotFoundError where `spec.entry` names no module.
     """
-    parts = [FORMAT, repr(spec), repr(config), spec.entry, sources(spec.entry), *versions(), toolkit(), ARCH, host_cpu()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    problem = [spec.entry, repr(spec), repr(config), sources(spec.entry)]
+    machine = [*versions(), toolkit(), ARCH, host_cpu()]
+    return hashlib.sha256("\0".join([FORMAT, *problem, *machine]).encode()).hexdigest()
 
 
 def sources(entry: str) -> str:

@@ -1,8 +1,8 @@
 """Run a function in a fresh Python process: how the compiler is kept out of the caller's.
 
-The compiler reads its target and many switches from the environment when it is imported, keeps them for good, and brings
-half a gigabyte along. In a process of its own it gets the environment that the cache key assumes, whatever the user's
-process has set or imported; it cannot take that process down, and it survives being called after a fork.
+The compiler reads its target and many switches from the environment when it is imported, keeps them for good, and
+brings half a gigabyte along. In a process of its own it gets the environment that the cache key assumes, whatever the
+user's process has set or imported; it cannot take that process down, and it can be called after a fork.
 """
 
 import os
@@ -27,11 +27,13 @@ class CompilerMissing(CompileError):
     """A kernel has to be compiled and nvidia-cutlass-dsl cannot be imported; the message says what to install."""
 
 
-def run(function: Callable[..., Any], *args: Any, environment: dict[str, str], notice: Callable[[], None]) -> tuple[Any, str]:
+def run(
+    function: Callable[..., Any], *args: Any, environment: dict[str, str], notice: Callable[[], None]
+) -> tuple[Any, str]:
     """function(*args) in a new process: its result and what it wrote to stdout and stderr.
 
     `function`, `args` and the result must be picklable by import. `environment` is added to the caller's, less FOREIGN.
-    `notice` is called once if it takes over a second. Raises CompileError, or the subclass that the function raised.
+    `notice` is called once if it takes over a second. Raises CompileError, or its subclass that `function` raised.
     """
     if not sys.executable:
         raise CompileError("the compiler needs a Python interpreter to run in, and sys.executable names none here")
