@@ -26,12 +26,13 @@ import torch
 Array = Any  # numpy.ndarray or torch.Tensor; q, k and v of one kind, type and device
 
 LOG2_E = math.log2(math.e)
+SMALLEST_SCALE = 2.0**-126  # stands for 0, which would make NaN of a masked score: all keys weigh alike
 
 
 def attention(
     q: Array, k: Array, v: Array, softmax_scale: float | None = None, causal: bool = False
 ) -> tuple[Array, Array]:
-    """softmax(scale * Q K^T) V with the whole matrix in memory; softmax_scale > 0, by default 1 / sqrt(D).
+    """softmax(scale * Q K^T) V with the whole matrix in memory; softmax_scale >= 0, by default 1 / sqrt(D).
 
     On 16-bit tensors this is the formula as plain PyTorch evaluates it: the scores, P and the output are each rounded
     to the inputs' type and the softmax is float32 inside. The error that this makes is the yardstick for the kernels'
@@ -197,7 +198,7 @@ def _full(like: Array, shape: tuple[int, ...], value: float) -> Array:
 
 
 def _scale(q: Array, softmax_scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return q.shape[-1] ** -0.5 if softmax_scale is None else max(softmax_scale, SMALLEST_SCALE)
 
 
 def _by_head(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
