@@ -43,7 +43,8 @@ class Encoder:
     def embed(self, ids: Tensor) -> Tensor:
         words = self.weights["embeddings.word_embeddings.weight"][ids]
         positions = self.weights["embeddings.position_embeddings.weight"][: len(ids)]
-        return self.norm(words + positions + self.weights["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
+        segment = self.weights["embeddings.token_type_embeddings.weight"][0]
+        return self.norm(words + positions + segment, "embeddings.LayerNorm")
 
     def qkv(self, x: Tensor, layer: int) -> list[Tensor]:
         """Q, K and V of a layer, each (tokens, heads, head_dim)."""
@@ -54,7 +55,8 @@ class Encoder:
         prefix = f"encoder.layer.{layer}"
         q, k, v = (t.transpose(0, 1) for t in self.qkv(x, layer))
         attended = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
-        x = self.norm(x + self.linear(attended, f"{prefix}.attention.output.dense"), f"{prefix}.attention.output.LayerNorm")
+        attended = self.linear(attended, f"{prefix}.attention.output.dense")
+        x = self.norm(x + attended, f"{prefix}.attention.output.LayerNorm")
         hidden = F.gelu(self.linear(x, f"{prefix}.intermediate.dense"))
         return self.norm(x + self.linear(hidden, f"{prefix}.output.dense"), f"{prefix}.output.LayerNorm")
 

@@ -1,0 +1,56 @@
+"""The command line: what each subcommand accepts. Its work is in a module of its own, imported when it runs."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+from fa3 import __version__
+
+DTYPES = ("bfloat16", "float16")
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="python -m fa3", description="FlashAttention-3 for Hopper GPUs, from PyTorch.")
+    root.add_argument("--version", action="version", version=f"fa3 {__version__}")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, module: str, summary: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary)
+        sub.set_defaults(module=module)
+        return sub
+
+    command("demo", "fa3.demo", "Run attention on recorded Q, K, V; show its error, then speed or compiled kernel.")
+    command("info", "fa3.info", "Show versions, GPUs, the kernel cache, and what works here and why not.")
+
+    check = command("check", "fa3.check", "Run the property-based accuracy tests on this machine.")
+    check.add_argument("--examples", type=_positive, default=20, metavar="N", help="examples per property (default 20)")
+    check.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if a Hopper GPU is here, else cpu")
+
+    fill = command("compile", "fa3.precompile", "Fill the kernel cache ahead of use; needs no GPU.")
+    fill.add_argument("--all", action="store_true", help="every kernel that a call can ask for")
+    fill.add_argument("--dtype", choices=DTYPES, help="only this type")
+    fill.add_argument("--head-dim", type=_positive, metavar="D", help="only kernels for this head dim of Q and K")
+    fill.add_argument("--head-dim-v", type=_positive, metavar="D", help="head dim of V (default: that of Q and K)")
+    fill.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only with (without) the causal mask")
+    fill.add_argument("--jobs", type=_positive, metavar="N", help="processes (default: one per CPU core, at most 8)")
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns the exit status: 1 where something failed. argparse exits with 2."""
+    root = parser()
+    arguments = root.parse_args(argv)
+    if arguments.command == "compile":
+        chosen = (arguments.dtype, arguments.head_dim, arguments.head_dim_v, arguments.causal)
+        if arguments.all == any(choice is not None for choice in chosen):
+            root.error("compile: give --all, or some of --dtype, --head-dim, --head-dim-v and --causal / --no-causal")
+        if arguments.head_dim_v is not None and arguments.head_dim is None:
+            root.error("compile: --head-dim-v needs --head-dim")
+    return importlib.import_module(arguments.module).run(arguments)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number

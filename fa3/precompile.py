@@ -1,0 +1,103 @@
+"""`python -m fa3 compile`: have kernels on disk before anybody calls them; needs no GPU."""
+
+import argparse
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from fa3.console import console, quiet_compiler
+from fa3.heuristics import all_configs
+from fa3.kernels import compile as kernels
+from fa3.kernels.forward.config import Config, Spec, tile_for
+
+MAX_JOBS = 8  # each compiler takes about half a gigabyte of memory
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one kernel. `seconds` is None where it was there already; `error` is empty where it is on disk now."""
+
+    spec: Spec
+    config: Config
+    seconds: float | None
+    error: str = ""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    chosen = list(select(arguments.dtype, arguments.head_dim, arguments.head_dim_v, arguments.causal))
+    jobs = arguments.jobs or min(MAX_JOBS, os.cpu_count() or 1)
+    screen = console()
+    start = time.perf_counter()
+    with quiet_compiler():
+        outcomes = fill(chosen, jobs)
+    taken = time.perf_counter() - start
+    failed = [outcome for outcome in outcomes if outcome.error]
+    for outcome in failed:
+        screen.print(f"[red]failed[/] {describe(outcome.spec, outcome.config)}: {outcome.error}", markup=True)
+    compiled = [outcome.seconds for outcome in outcomes if outcome.seconds is not None and not outcome.error]
+    mean = f" ({sum(compiled) / len(compiled):.1f} s each)" if compiled else ""
+    there = len(outcomes) - len(compiled) - len(failed)
+    screen.print(
+        f"{len(compiled)} compiled{mean}, {there} already there, {len(failed)} failed; "
+        f"{taken:.1f} s with {jobs} at a time; cache {kernels.directory()}"
+    )
+    return 1 if failed else 0
+
+
+def select(
+    dtype: str | None = None, head_dim: int | None = None, head_dim_v: int | None = None, causal: bool | None = None
+) -> Iterable[tuple[Spec, Config]]:
+    """Those of the kernels that a call can ask for which serve these head dims (head_dim_v is head_dim unless given).
+
+    Exits with one sentence for a head dim that no kernel serves.
+    """
+    tile = None
+    if head_dim is not None:
+        wanted = (head_dim, head_dim_v or head_dim)
+        try:
+            tile = tile_for(*wanted)
+        except StopIteration:
+            raise SystemExit(f"no kernel serves head dims {wanted}: at most 256") from None
+    for spec, config in all_configs():
+        if dtype not in (None, spec.dtype) or causal not in (None, spec.causal):
+            continue
+        if tile in (None, (spec.head_dim, spec.head_dim_v)):
+            yield spec, config
+
+
+def fill(chosen: list[tuple[Spec, Config]], jobs: int) -> list[Outcome]:
+    """Every kernel on disk, `jobs` compilers at a time, with a progress bar on stderr."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    outcomes = []
+    # Threads are enough: every compile runs in a process of its own.
+    with Progress(*columns, console=console(stderr=True)) as progress, ThreadPoolExecutor(jobs) as pool:
+        task = progress.add_task("compiling", total=len(chosen))
+        futures = [pool.submit(prepare, spec, config) for spec, config in chosen]
+        for future in as_completed(futures):
+            outcomes.append(future.result())
+            progress.update(task, advance=1, description=describe(outcomes[-1].spec, outcomes[-1].config))
+    return outcomes
+
+
+def prepare(spec: Spec, config: Config) -> Outcome:
+    """One kernel; what went wrong is kept, so that the others go on."""
+    start = time.perf_counter()
+    try:
+        if kernels.state(spec, config) != "absent":
+            return Outcome(spec, config, None)
+        kernels.prepare(spec, config)
+    except (RuntimeError, OSError) as error:
+        return Outcome(spec, config, None, str(error))
+    return Outcome(spec, config, time.perf_counter() - start)
+
+
+def describe(spec: Spec, config: Config) -> str:
+    """One kernel in a few words."""
+    mask = "causal" if spec.causal else "full"
+    order = " persistent" if config.persistent else ""
+    tiles = f"{config.tile_m}x{config.tile_n}"
+    return f"{spec.dtype} {spec.head_dim}/{spec.head_dim_v} {mask} {tiles}{order}"
