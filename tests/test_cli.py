@@ -117,7 +117,6 @@ class TestCompile:
 
     def test_selects_by_what_a_call_has(self):
         from fa3.heuristics import all_configs
-
         from fa3.precompile import select
 
         everything = list(all_configs())
