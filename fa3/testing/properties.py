@@ -305,8 +305,15 @@ PROPERTIES = (
 )
 
 
-def check(prop: Property, subject: Subject, strategy: st.SearchStrategy[Case], examples: int, seed: int = 0) -> Record:
-    """Try one property on so many drawn cases; on a failure look for the smallest case that still fails."""
+def check(
+    prop: Property,
+    subject: Subject,
+    strategy: st.SearchStrategy[Case],
+    examples: int,
+    seed: int = 0,
+    shrink: bool = True,
+) -> Record:
+    """Try one property on so many drawn cases; on a failure look for the smallest case that still fails, if shrink."""
     worst, limit, tried, failure = 0.0, 0.0, 0, ""
 
     @hypothesis.seed(seed)
@@ -314,7 +321,7 @@ def check(prop: Property, subject: Subject, strategy: st.SearchStrategy[Case], e
         max_examples=examples,
         deadline=None,
         database=None,
-        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink)[: 1 + shrink],
         suppress_health_check=list(hypothesis.HealthCheck),
         verbosity=hypothesis.Verbosity.quiet,
     )
@@ -348,6 +355,7 @@ def run_all(
     *,
     dtypes: Sequence[str] = DTYPES,
     seed: int = 0,
+    shrink: bool = True,
 ) -> tuple[Record, ...]:
     """Every property on `examples` cases each. attention has flash_attn_func's signature; report sees each Record as it
     comes. Nothing is raised for a property that fails: its Record says so."""
@@ -355,7 +363,7 @@ def run_all(
     strategy = cases(device, dtypes)
     records = []
     for prop in PROPERTIES:
-        records.append(check(prop, subject, strategy, examples, seed))
+        records.append(check(prop, subject, strategy, examples, seed, shrink))
         if report is not None:
             report(records[-1])
     return tuple(records)
