@@ -88,7 +88,7 @@ def prepare(spec: Any, config: Any) -> Path:
     """
     code, place, problem = _obtain(spec, config)
     if place is None:
-        raise problem or OSError(f"the sources of {spec!r} changed while it was compiled: try again")
+        raise problem or OSError(f"not kept, because the sources changed while it was compiled: {spec!r}; try again")
     return place
 
 
@@ -136,7 +136,7 @@ def _first_load(spec: Any, config: Any) -> Callable[..., None]:
             linker = _linker(spec)  # before a compile that would be in vain without it
             code, place, problem = _obtain(spec, config)
             if place is None and problem is not None:
-                _tell(f"kernels are not kept, each process compiles its own: {problem}")
+                _tell(f"kernels cannot be kept in {directory()} ({problem.strerror}): each process compiles its own")
             function = linker(code)
             _linked[spec, config] = function
         return function

@@ -1,0 +1,516 @@
+"""kernels/compile.py and its cache: one compile a key, in any number of processes, whatever befalls the files."""
+
+import errno
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import filelock
+import pytest
+
+from fa3.kernels import cache, compile, key, process
+
+ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def workshop(tmp_path, monkeypatch):
+    """An empty cache, an empty memory, and a log of the compiles."""
+    monkeypatch.syspath_prepend(str(TESTS))
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOY_LOG", str(tmp_path / "log"))
+    for name in ("FA3_QUIET", "TOY_SLEEP", "TOY_FAIL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(compile, "_linked", {})
+    monkeypatch.setattr(compile, "_told", set())
+
+
+@pytest.fixture
+def toy():
+    from toy_kernel import Threads, Toy
+
+    return Toy(), Threads()
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory):
+    """A folder in which the toy is compiled, for tests that do not compile."""
+    folder = tmp_path_factory.mktemp("shelf")
+    ran(python(PREPARE, FA3_CACHE_DIR=str(folder)))
+    return folder
+
+
+@pytest.fixture
+def kept(shelf, toy):
+    """The toy's file in this test's own cache."""
+    shutil.copytree(shelf, compile.directory())
+    return cache.path(key.key(*toy))
+
+
+PREPARE = "from fa3.kernels import compile; from toy_kernel import *; print(compile.prepare(Toy(), Threads()))"
+
+
+def python(code, **environment):
+    """A Python process that runs `code`."""
+    paths = os.pathsep.join([str(ROOT), str(TESTS)])
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": paths, **environment}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def ran(started, seconds=120):
+    """Its output and its stderr, after it ended well."""
+    out, err = started.communicate(timeout=seconds)
+    assert started.returncode == 0, err
+    return out.strip(), err
+
+
+def compiles():
+    log = Path(os.environ["TOY_LOG"])
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def refuses_a_cpu_tensor(function):
+    """The linked code runs up to the check of its arguments, which is as far as it goes without a GPU."""
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="device_type=cuda"):
+        function(torch.ones(4), 4)
+
+
+# From memory, from disk, from the compiler
+
+
+def test_absent_then_compiled_then_in_memory_then_on_disk(toy, monkeypatch):
+    assert compile.state(*toy) == "absent"
+    function = compile.load(*toy)
+    refuses_a_cpu_tensor(function)
+    assert (compile.state(*toy), compiles()) == ("memory", 1)
+    monkeypatch.setattr(compile, "_linked", {})
+    assert compile.state(*toy) == "disk"
+    refuses_a_cpu_tensor(compile.load(*toy))
+    assert compiles() == 1
+
+
+def test_a_hit_in_memory_asks_nobody(toy, kept, monkeypatch):
+    function = compile.load(*toy)
+    kept.unlink()
+    monkeypatch.setattr(compile, "key", None)
+    assert compile.load(*toy) is function
+
+
+def test_a_file_is_linked_without_the_compiler(kept):
+    code = """
+import sys
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "cutlass":
+            raise ImportError(f"{name} is forbidden here")
+sys.meta_path.insert(0, Forbid())
+import torch
+from fa3.kernels import compile
+from toy_kernel import *
+try:
+    compile.load(Toy(), Threads())(torch.ones(4), 4)
+except ValueError as error:
+    print("device_type=cuda" in str(error), "cutlass" in sys.modules)
+try:
+    compile.load(Toy(3.0), Threads())
+except compile.CompilerMissing as error:
+    print(error)
+"""
+    out, _ = ran(python(code))
+    first, second = out.splitlines()
+    assert first == "True False" and compiles() == 0
+    assert "forbidden here" in second and "pip install 'nvidia-cutlass-dsl" in second
+
+
+def test_without_the_loader_the_message_names_it(toy, kept, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tvm_ffi_orcjit", None)
+    with pytest.raises(compile.LoaderMissing, match="pip install .*apache-tvm-ffi-orcjit"):
+        compile.load(*toy)
+
+
+def test_without_the_compiler_the_message_names_it(toy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+    for call in (compile.load, compile.prepare, compile.inspect):
+        with pytest.raises(compile.CompilerMissing, match="pip install 'nvidia-cutlass-dsl"):
+            call(*toy)
+
+
+def test_without_any_package_of_the_compiler(toy, monkeypatch):
+    monkeypatch.setattr(key, "_runtime_libraries", lambda: [])
+    assert key.toolkit() == "absent"
+    assert compile.state(*toy) == "absent"
+    with pytest.raises(compile.CompilerMissing, match="pip install 'nvidia-cutlass-dsl"):
+        compile.load(*toy)
+
+
+def test_inspect_compiles_past_the_cache(toy, kept):
+    seen = compile.inspect(*toy)
+    assert seen.cubin[:4] == b"\x7fELF" and ".target sm_90a" in seen.ptx
+    assert "0 bytes spill stores" in seen.remarks and 0 < seen.seconds < 60
+    assert compiles() == 1
+
+
+# Many at once
+
+
+def test_eight_processes_compile_once():
+    together = [python(PREPARE, TOY_SLEEP="2") for _ in range(8)]
+    files = {ran(p)[0] for p in together}
+    assert len(files) == 1 and Path(files.pop()).is_file()
+    assert compiles() == 1
+
+
+def test_threads_compile_once(toy):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(compile.load(*toy))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all(f is found[0] for f in found)
+    assert compiles() == 1
+
+
+def test_a_killed_process_blocks_nobody():
+    victim = python(PREPARE, TOY_SLEEP="60")
+    try:
+        deadline = time.monotonic() + 30
+        while not compiles() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(victim.pid, signal.SIGKILL)  # in mid-compile; its compiler lives on, with no one to report to
+        victim.wait()
+        start = time.monotonic()
+        ran(python(PREPARE))
+        assert time.monotonic() - start < 20
+    finally:
+        os.killpg(victim.pid, signal.SIGKILL)
+        victim.communicate()
+    assert compiles() == 2
+    assert [e.entry for e in compile.entries()] == ["toy_kernel"]
+    assert not list(compile.directory().glob("*.tmp"))
+
+
+def test_a_lock_that_is_never_released_is_waited_for_only_so_long(toy, monkeypatch):
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.2)
+    compile.directory().mkdir()
+    with filelock.FileLock(compile.directory() / f"{key.key(*toy)}.lock"):
+        assert compile.prepare(*toy).is_file()
+
+
+def test_a_file_system_without_locks(toy, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise NotImplementedError("no flock here")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    assert compile.prepare(*toy).is_file()
+
+
+def test_after_a_fork(kept):
+    """In the child: what was in memory, what must be compiled, and what a thread of the parent was about to load."""
+    code = """
+import os, threading, time
+import torch
+from fa3.kernels import compile
+from toy_kernel import *
+first = compile.load(Toy(), Threads())
+os.environ["TOY_SLEEP"] = "1"
+busy = threading.Thread(target=compile.load, args=(Toy(7.0), Threads()))
+busy.start()
+time.sleep(0.5)
+child = os.fork()
+if child == 0:
+    ok = compile.load(Toy(), Threads()) is first
+    for scale in (7.0, 8.0):
+        try:
+            compile.load(Toy(scale), Threads())(torch.ones(4), 4)
+        except ValueError as error:
+            ok = ok and "device_type=cuda" in str(error)
+    os._exit(0 if ok else 1)
+busy.join()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    out, _ = ran(python(code), seconds=60)
+    assert out == "0" and compiles() == 2
+
+
+# What can befall the files
+
+
+@pytest.mark.parametrize("length", [0, 5, 80, 500, -1])
+def test_a_truncated_file_is_rebuilt(toy, kept, length):
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:length])
+    assert compile.state(*toy) == "absent" and compile.entries() == []
+    if length == -1:
+        compile.prepare(*toy)
+        assert kept.read_bytes() == whole and compiles() == 1
+
+
+@pytest.mark.parametrize("at", [0, 40, 300, -1])
+def test_one_wrong_byte_is_noticed(toy, kept, at):
+    content = bytearray(kept.read_bytes())
+    content[at] ^= 1
+    kept.write_bytes(content)
+    assert cache.read(key.key(*toy)) is None
+
+
+def test_a_foreign_file_is_rebuilt(toy, kept):
+    kept.write_bytes(os.urandom(10000))
+    refuses_a_cpu_tensor(compile.load(*toy))
+    assert compiles() == 1
+
+
+def test_a_kernel_under_another_name_is_not_taken(toy, kept):
+    other = (type(toy[0])(3.0), toy[1])
+    shutil.copy(kept, cache.path(key.key(*other)))
+    assert compile.state(*other) == "absent"
+
+
+def test_a_copied_and_touched_cache_still_hits(toy, kept, tmp_path, monkeypatch):
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(kept.parent, moved)
+    shutil.rmtree(kept.parent)
+    for file in moved.iterdir():
+        os.utime(file, (2e9, 2e9))
+    monkeypatch.setenv("FA3_CACHE_DIR", str(moved))
+    assert compile.state(*toy) == "disk"
+    refuses_a_cpu_tensor(compile.load(*toy))
+    assert compiles() == 0
+
+
+def test_a_folder_that_cannot_be_made(toy, tmp_path, monkeypatch, capsys):
+    """As for a read-only one, which root does not have: kernels are used from memory, and that is said once."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("FA3_QUIET", "1")
+    for scale in (2.0, 3.0):
+        refuses_a_cpu_tensor(compile.load(type(toy[0])(scale), toy[1]))
+    notices = capsys.readouterr().err.splitlines()
+    assert len(notices) == 1 and "cannot be kept" in notices[0] and str(tmp_path) in notices[0]
+    with pytest.raises(OSError):
+        compile.prepare(*toy)
+
+
+@pytest.mark.parametrize("step", ["write_bytes", "replace"])
+def test_a_full_disk(toy, step, monkeypatch, capsys):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("FA3_QUIET", "1")
+    monkeypatch.setattr(*((os, "replace") if step == "replace" else (Path, "write_bytes")), full)
+    refuses_a_cpu_tensor(compile.load(*toy))
+    assert "No space left" in capsys.readouterr().err
+    assert {p.suffix for p in compile.directory().iterdir()} <= {".lock"}
+
+
+def test_leftovers_of_the_killed_go_and_strangers_stay(toy, kept):
+    old, new = kept.with_suffix(".a.tmp"), kept.with_suffix(".b.tmp")
+    strangers = [kept.parent / "notes.kernel", kept.parent / "notes.lock"]
+    for file in (old, new, *strangers):
+        file.touch()
+    os.utime(old, (1e9, 1e9))
+    cache.write(key.key(*toy), *toy, b"code")
+    assert not old.exists() and new.exists()
+    assert compile.clear() == 1
+    assert sorted(kept.parent.iterdir()) == sorted(strangers)
+
+
+def test_entries_say_what_is_there(toy, kept):
+    (entry,) = compile.entries()
+    assert (entry.entry, entry.spec, entry.config) == ("toy_kernel", "Toy(scale=2.0)", "Threads(threads=128)")
+    assert (entry.path, entry.key) == (kept, kept.stem)
+    assert entry.bytes == len(cache.read(entry.key)) > 5000
+
+
+# The key
+
+
+def test_every_part_of_the_key_counts(toy, monkeypatch):
+    from toy_kernel import Threads, Toy
+
+    class Elsewhere(Toy):
+        entry = "test_layering"
+
+    Elsewhere.__qualname__ = "Toy"
+    keys = [key.key(*toy), key.key(Toy(3.0), Threads()), key.key(Toy(), Threads(64)), key.key(Elsewhere(), Threads())]
+    version = importlib.metadata.version
+    for package in key.PACKAGES:
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.metadata, "version", lambda n, p=package: "9.9" if n == p else version(n))
+            keys.append(key.key(*toy))
+    for name, value in (("toolkit", lambda: "cu99"), ("ARCH", "sm_100a"), ("host_cpu", lambda: "x86-64-v1 0")):
+        with monkeypatch.context() as patch:
+            patch.setattr(key, name, value)
+            keys.append(key.key(*toy))
+    assert len(set(keys)) == len(keys) == 11
+    assert key.key(Toy(), Threads()) == keys[0]
+
+
+def test_sources_count_by_content_and_not_by_age(tmp_path):
+    """On a copy of the sources, linked as in the repository."""
+    (tmp_path / "fa3").mkdir()
+    for name in ("kernels", "quant"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        (tmp_path / "fa3" / name).symlink_to(f"../{name}")
+    spec = importlib.util.spec_from_file_location("key_of_the_copy", tmp_path / "fa3" / "kernels" / "key.py")
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    here, edited = copy.sources("toy_kernel"), tmp_path / "kernels" / "prims" / "ring.py"
+    assert here == key.sources("toy_kernel") != key.sources("test_layering")
+    original = edited.read_bytes()
+
+    edited.write_bytes(original.replace(b"e", b"f", 1))
+    os.utime(edited, (1e9, 1e9))
+    assert copy.sources("toy_kernel") != here
+    edited.write_bytes(original)
+    os.utime(edited, (2e9, 2e9))
+    assert copy.sources("toy_kernel") == here
+
+    (tmp_path / "quant" / "new.py").touch()
+    assert copy.sources("toy_kernel") != here
+    (tmp_path / "quant" / "new.py").unlink()
+    edited.rename(edited.with_name("gnir.py"))
+    assert copy.sources("toy_kernel") != here
+
+
+def test_an_entry_that_does_not_exist(toy):
+    class Lost(type(toy[0])):
+        entry = "no_such_module"
+
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        compile.load(Lost(), toy[1])
+
+
+def test_sources_that_change_during_a_compile_are_not_kept(tmp_path, monkeypatch):
+    (tmp_path / "shifting.py").write_text(
+        "import toy_kernel\n"
+        "class Shifting(toy_kernel.Toy):\n"
+        "    entry = 'shifting'\n"
+        "def signature(spec, config):\n"
+        "    with open(__file__, 'a') as f: f.write('# edited\\n')\n"
+        "    return toy_kernel.signature(spec, config)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from shifting import Shifting
+    from toy_kernel import Threads
+
+    with pytest.raises(OSError, match="sources changed while it was compiled"):
+        compile.prepare(Shifting(), Threads())
+    refuses_a_cpu_tensor(compile.load(Shifting(), Threads()))
+    assert compile.entries() == []
+
+
+@pytest.mark.parametrize(
+    "flags, level",
+    [
+        ("sse sse2", "x86-64-v1"),
+        ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3", "x86-64-v2"),
+        ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3 avx avx2 bmi1 bmi2 f16c fma abm movbe", "x86-64-v3"),
+        ("avx512f avx512bw avx512cd avx512dq avx512vl", "x86-64-v1"),  # nothing below is there
+    ],
+)
+def test_levels_of_the_host_cpu(flags, level, monkeypatch):
+    def digest(flags):
+        monkeypatch.setattr(Path, "read_text", lambda self: f"flags\t\t: {flags}\n")
+        return key.host_cpu().split()
+
+    monkeypatch.setattr(key.platform, "machine", lambda: "x86_64")
+    assert digest(flags)[0] == level
+    assert digest(flags) == digest(f"{flags} md_clear hypervisor") != digest(f"{flags} avx512_fp16")
+
+
+@pytest.mark.parametrize("driver, taken", [(None, "cu13"), (13, "cu13"), (12, "cu12"), (11, "cu12")])
+def test_which_of_two_flavours(driver, taken, monkeypatch):
+    libraries = [Path(f"/x/cu{n}/lib/{key.RUNTIME}") for n in (13, 12)]
+    monkeypatch.setattr(key, "_runtime_libraries", lambda: libraries)
+    monkeypatch.setattr(key, "_driver_major", lambda: driver)
+    assert key.toolkit() == taken
+    assert key.runtime_library().parts[2] == taken
+
+
+# The process of the compiler
+
+
+def test_the_users_environment_changes_nothing(toy, kept, tmp_path):
+    """Not the code made, nor is the environment or an imported compiler of the user's touched."""
+    code = """
+import os
+import cutlass
+from cutlass.cutlass_dsl import CuTeDSL
+before = dict(os.environ)
+from fa3.kernels import compile
+from toy_kernel import *
+print(compile.prepare(Toy(), Threads()))
+assert os.environ == before
+assert CuTeDSL._get_dsl().envar.arch == "sm_100a"
+"""
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    out, _ = ran(
+        python(
+            code,
+            FA3_CACHE_DIR=str(tmp_path / "other"),
+            CUTE_DSL_ARCH="sm_100a",
+            CUTE_DSL_LINEINFO="1",
+            CUTE_DSL_KEEP="ptx,cubin",
+            CUTE_DSL_DUMP_DIR=str(dump),
+            PYTHONWARNINGS="error::DeprecationWarning",
+            PYTHONOPTIMIZE="2",
+        )
+    )
+    assert Path(out).name == kept.name and Path(out).read_bytes() == kept.read_bytes()
+    assert compiles() == 1 and not list(dump.iterdir())
+
+
+def test_a_compile_that_fails(toy, monkeypatch):
+    monkeypatch.setenv("TOY_FAIL", "raise")
+    with pytest.raises(compile.CompileError, match="toy_kernel.py(.|\n)*ValueError: the toy is broken"):
+        compile.load(*toy)
+    monkeypatch.setenv("TOY_FAIL", "die")
+    with pytest.raises(compile.CompileError, match="ended with status -9"):
+        compile.load(*toy)
+    monkeypatch.delenv("TOY_FAIL")
+    refuses_a_cpu_tensor(compile.load(*toy))
+
+
+def test_no_interpreter(toy, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(compile.CompileError, match="needs a Python interpreter"):
+        compile.load(*toy)
+
+
+@pytest.mark.parametrize("quiet, lines", [("", 1), ("0", 1), ("1", 0)])
+def test_one_line_for_a_long_compile(toy, quiet, lines, monkeypatch, capsys):
+    monkeypatch.setenv("FA3_QUIET", quiet)
+    monkeypatch.setenv("TOY_SLEEP", "1")
+    compile.prepare(*toy)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert all("compiling Toy(scale=2.0) Threads(threads=128)" in line for line in said)
+
+
+def test_no_line_for_a_short_one(toy, monkeypatch, capsys):
+    monkeypatch.setattr(process, "NOTICE_SECONDS", 60.0)
+    compile.prepare(*toy)
+    assert capsys.readouterr().err == ""
+
+
+def test_settings(monkeypatch, tmp_path):
+    monkeypatch.setenv("FA3_CACHE_DIR", "~/kernels of mine")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compile.directory() == tmp_path / "kernels of mine"
+    monkeypatch.delenv("FA3_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert compile.directory() == tmp_path / "xdg" / "fa3"
