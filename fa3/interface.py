@@ -7,6 +7,7 @@ h // (heads / heads_kv); a query that sees no key has output 0 and LSE -inf.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:  # Tensor, or (Tensor, Tensor)
     """softmax(softmax_scale * Q K^T) V: FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608).
 
     Args:
@@ -120,7 +121,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:  # Tensor, or (Tensor, Tensor)
     """`flash_attn_func` on views of one tensor; nothing is copied.
 
     Args:

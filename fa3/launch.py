@@ -47,8 +47,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool)
     """O (B, Sq, Hq, Dv) in q's dtype and LSE (B, Hq, Sq) in fp32, both contiguous. Never waits for the device."""
     # fmt: off
     key = (
-        q.dtype, q.shape, q.stride(), q.get_device(), k.dtype, k.shape, k.stride(), k.get_device(),
-        v.dtype, v.shape, v.stride(), v.get_device(), causal,
+        q.dtype, q.shape, q.stride(), q.device, k.dtype, k.shape, k.stride(), k.device,
+        v.dtype, v.shape, v.stride(), v.device, causal,
     )
     # fmt: on
     plan = _plans.get(key)

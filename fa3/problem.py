@@ -26,7 +26,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 
 @dataclass(frozen=True)
 class Problem:
-    """A validated call: q (batch, seqlen_q, heads, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim | head_dim_v)."""
+    """A validated call: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v likewise."""
 
     spec: Spec
     batch: int
@@ -215,7 +215,8 @@ def split_packed(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, 
             )
         if num_heads_q is not None and num_heads_q != qkv.shape[3]:
             raise ValueError(f"num_heads_q is {num_heads_q}, but qkv with 5 dimensions has {qkv.shape[3]} heads of q")
-        return qkv.unbind(2)
+        q, k, v = qkv.unbind(2)
+        return q, k, v
     if qkv.dim() != 4:
         raise ValueError(
             "qkv must be (batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads + 2 * heads_kv, head_dim), "
@@ -229,7 +230,8 @@ def split_packed(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, 
             f"num_heads_q is {num_heads_q}; qkv has {qkv.shape[2]} heads, "
             "which must be num_heads_q + 2 * heads of k and v"
         )
-    return qkv.split([num_heads_q, both // 2, both // 2], 2)
+    q, k, v = qkv.split([num_heads_q, both // 2, both // 2], 2)
+    return q, k, v
 
 
 def check_chip(chip: Chip) -> None:

@@ -1,0 +1,288 @@
+"""The way from tensors to the compiled function, with a recorder in the kernel's place and CPU tensors in the GPU's."""
+
+import math
+import statistics
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fa3 import launch
+from fa3.device import ASSUMED, HOPPER, chip, named
+from fa3.kernels.forward.config import Config, Spec
+from fa3.testing.inputs import LAYOUTS, Case, make
+
+HOST_US = 60.0  # for the Python part on a slow, shared machine; 15 us where it was written
+
+
+class Call(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    scale_log2: float
+    num_sms: int
+
+
+class Recorder:
+    """Stands for kernels.compile: what was loaded, and what the loaded kernel was called with."""
+
+    def __init__(self):
+        self.loaded: list[tuple[Spec, Config]] = []
+        self.calls: list[Call] = []
+
+    def load(self, spec, config):
+        self.loaded.append((spec, config))
+        return lambda *arguments: self.calls.append(Call(*arguments))
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """A CPU tensor's device index is -1: that is the current device here."""
+    found = Recorder()
+    monkeypatch.setattr(launch, "load", found.load)
+    monkeypatch.setattr(launch, "chip", lambda index: ASSUMED)
+    monkeypatch.setattr(launch, "current_device", lambda: -1)
+    monkeypatch.setattr(launch, "_plans", {})
+    return found
+
+
+def storage(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def takeable(tensor):
+    """The contract of the kernel."""
+    strides = tensor.stride()
+    return tensor.data_ptr() % 16 == 0 and strides[-1] == 1 and all(stride % 8 == 0 for stride in strides[:-1])
+
+
+def test_what_the_kernel_is_called_with(recorder):
+    q, k, v = make(Case(batch=2, seqlen_q=5, seqlen_k=7, heads_kv=2, ratio=3, head_dim=80, head_dim_v=40), "cpu")
+    out, lse = launch.forward(q, k, v, 0.25, True)
+    (call,) = recorder.calls
+    assert call.q is q and call.k is k and call.v is v and call.out is out and call.lse is lse
+    assert (out.shape, out.dtype, out.is_contiguous()) == ((2, 5, 6, 40), torch.bfloat16, True)
+    assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((2, 6, 5), torch.float32, True)
+    assert call.scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-12)
+    assert call.num_sms == ASSUMED.num_sms
+    ((spec, config),) = recorder.loaded
+    assert spec == Spec("bfloat16", 96, 96, True) and isinstance(config, Config)
+
+
+def test_a_repeated_call_plans_once_and_checks_its_scale(recorder):
+    q, k, v = make(Case(), "cpu")
+    for scale in (0.1, 0.2, 0.3):
+        launch.forward(q, k, v, scale, False)
+    assert len(recorder.loaded) == 1 and [round(c.scale_log2 / launch.LOG2_E, 6) for c in recorder.calls] == [0.1, 0.2, 0.3]
+    for scale in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="softmax_scale"):
+            launch.forward(q, k, v, scale, False)
+    assert len(recorder.calls) == 3
+    launch.forward(q, k, v, 0.1, True)
+    launch.forward(q[:, :64], k, v, 0.1, False)
+    assert len(recorder.loaded) == 3
+
+
+def test_each_thing_that_matters_is_planned_apart(recorder):
+    """One valid call must not let through an invalid one that differs in any single property."""
+    q, k, v = make(Case(heads_kv=2, batch=2), "cpu")
+    launch.forward(q, k, v, 0.1, False)
+    wrong = [
+        (q.half(), k, v),
+        (q, k.half(), v),
+        (q, k, v.half()),
+        (q[..., :56], k, v),
+        (q, k[:, :64], v),
+        (q, k, v[:1]),
+        (q, k.repeat_interleave(2, -1)[..., ::2], v),
+        (q, k, v.to("meta")),
+    ]
+    for arguments in wrong:
+        with pytest.raises((ValueError, TypeError)):
+            launch.forward(*arguments, 0.1, False)
+    assert len(recorder.calls) == 1
+
+
+def test_plans_do_not_pile_up(recorder, monkeypatch):
+    monkeypatch.setattr(launch, "PLANS_MAX", 4)
+    for seqlen in range(1, 20):
+        launch.forward(*make(Case(seqlen_q=seqlen, seqlen_k=seqlen), "cpu"), 0.1, False)
+        assert len(launch._plans) <= 4
+    assert [c.q.shape[1] for c in recorder.calls] == list(range(1, 20))
+
+
+def test_scale_zero_is_passed_as_the_smallest_normal_number(recorder):
+    launch.forward(*make(Case(), "cpu"), 0.0, False)
+    scale = recorder.calls[0].scale_log2
+    assert 0 < torch.finfo(torch.float32).smallest_normal <= scale < 2e-38
+
+
+@pytest.mark.parametrize(
+    "sizes", [dict(batch=0), dict(seqlen_q=0), dict(ratio=0), dict(seqlen_k=0), dict(seqlen_k=0, seqlen_q=0)]
+)
+def test_empty_problems_launch_nothing(recorder, sizes):
+    case = Case(**{**dict(batch=2, seqlen_q=3, seqlen_k=4, heads_kv=2), **sizes})
+    out, lse = launch.forward(*make(case, "cpu"), 0.1, False)
+    assert out.shape == (case.batch, case.seqlen_q, case.heads, 64) and torch.equal(out, torch.zeros_like(out))
+    assert lse.shape == (case.batch, case.heads, case.seqlen_q) and torch.equal(lse, torch.full_like(lse, -math.inf))
+    assert recorder.loaded == [] and recorder.calls == []
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "packed", "transposed", "expanded", "padded"])
+def test_layouts_that_tma_takes_are_not_copied(recorder, layout):
+    q, k, v = make(Case(batch=2, seqlen_q=9, seqlen_k=9, heads_kv=2, layout=layout), "cpu")
+    launch.forward(q, k, v, 0.1, False)
+    (call,) = recorder.calls
+    assert all(got is given_ for got, given_ in zip(call[:3], (q, k, v), strict=True))
+    assert all(takeable(x) for x in call[:3])
+
+
+def test_rows_of_odd_length_are_copied(recorder):
+    """B57: an offset of 2 bytes and a stride that is no multiple of 16 bytes."""
+    q, k, v = make(Case(batch=2, seqlen_q=9, seqlen_k=9, heads_kv=2), "cpu")
+    odd = make(Case(batch=2, seqlen_q=9, seqlen_k=9, heads_kv=2, layout="misaligned"), "cpu").q
+    launch.forward(odd, k, v, 0.1, False)
+    (call,) = recorder.calls
+    assert storage(call.q) != storage(odd) and torch.equal(call.q, odd) and takeable(call.q)
+    assert call.k is k and call.v is v
+    assert call.out.is_contiguous()
+
+
+def test_the_same_strides_at_an_odd_address_are_copied(recorder):
+    """A plan knows strides, not addresses: these are looked at in every call."""
+    q, k, v = make(Case(batch=2, seqlen_q=9, seqlen_k=9), "cpu")
+    buffer = torch.empty(k.numel() + 1, dtype=k.dtype)
+    shifted = buffer[1:].view(k.shape).copy_(k)
+    assert shifted.data_ptr() % 16 == 2 and shifted.stride() == k.stride()
+    for given_k in (k, shifted, k):
+        launch.forward(q, given_k, v, 0.1, False)
+    first, second, third = recorder.calls
+    assert len(recorder.loaded) == 1
+    assert first.k is k and third.k is k
+    assert storage(second.k) != storage(shifted) and torch.equal(second.k, k) and takeable(second.k)
+    assert second.q is q and second.v is v
+
+
+def test_odd_strides_of_single_element_dimensions_are_replaced_without_a_copy(recorder):
+    q, k, v = make(Case(batch=1, seqlen_q=9, seqlen_k=9, heads_kv=1), "cpu")
+    odd = q.as_strided(q.shape, (q.stride(0) + 3, q.stride(1), 65, 1))
+    launch.forward(odd, k, v, 0.1, False)
+    (call,) = recorder.calls
+    assert call.q.data_ptr() == odd.data_ptr() and torch.equal(call.q, odd) and takeable(call.q)
+    assert call.q.stride(1) == q.stride(1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_any_strides_reach_the_kernel_in_a_form_that_it_takes(data):
+    """Sizes of 1 and 2, any stride, any offset: the kernel gets the same values, copied only where it must be."""
+    shape = (*(data.draw(st.integers(1, 2)) for _ in range(3)), 8)
+    strides = (*(data.draw(st.sampled_from([0, 1, 8, 9, 16, 24, 65, 128])) for _ in range(3)), 1)
+    offset = data.draw(st.sampled_from([0, 1, 4, 8]))
+    tensor = torch.arange(1024, dtype=torch.float16).as_strided(shape, strides, offset)
+    fitted = launch.fitted(tensor, launch.strides_for(tensor))
+    assert takeable(fitted) and torch.equal(fitted, tensor)
+    aligned = tensor.data_ptr() % 16 == 0
+    fits = aligned and all(stride % 8 == 0 for size, stride in zip(shape, strides, strict=True) if 1 < size < 8)
+    assert (fitted.data_ptr() == tensor.data_ptr()) == fits
+    assert (launch.why_copied(tensor, tensor.data_ptr()) == "") == fits
+
+
+def test_another_chip_is_refused_before_anything_is_loaded(recorder, monkeypatch):
+    monkeypatch.setattr(launch, "chip", lambda index: named("NVIDIA A100-SXM4-40GB", 108, (8, 0)))
+    for case in (Case(), Case(seqlen_k=0)):
+        with pytest.raises(ValueError, match="A100.*sm_80.*sm_90"):
+            launch.forward(*make(case, "cpu"), 0.1, False)
+    assert recorder.loaded == [] and recorder.calls == [] and launch._plans == {}
+
+
+def test_the_device_is_changed_for_the_launch_only_where_it_is_another(recorder, monkeypatch):
+    entered = []
+
+    class Guard:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append((self.index, len(recorder.calls)))
+
+        def __exit__(self, *error):
+            entered.append(("left", len(recorder.calls)))
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    q, k, v = make(Case(), "cpu")
+    launch.forward(q, k, v, 0.1, False)
+    assert entered == []
+    monkeypatch.setattr(launch, "current_device", lambda: 3)
+    launch.forward(q, k, v, 0.1, False)
+    assert entered == [(-1, 1), ("left", 2)] and len(recorder.calls) == 2
+
+
+def test_chip_facts(monkeypatch):
+    peaks = {
+        "NVIDIA H100 80GB HBM3": (989.5, 3.35),
+        "NVIDIA H100 PCIe": (756.0, 2.0),
+        "NVIDIA H100 NVL": (835.0, 3.9),
+        "NVIDIA H200": (989.5, 4.8),
+        "NVIDIA GH200 480GB": (989.5, 4.0),
+        "NVIDIA H20": (148.0, 4.0),
+        "NVIDIA A100-SXM4-40GB": (None, None),
+        "NVIDIA H2000": (None, None),
+    }
+    for name, (tflops, bandwidth) in peaks.items():
+        found = named(name, 132, HOPPER)
+        assert (found.peak_tflops, found.bandwidth) == (tflops, bandwidth) and found.is_hopper
+
+    class Properties:
+        name, multi_processor_count, major, minor = "NVIDIA L4", 58, 8, 9
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: asked.append(index) or Properties)
+    chip.cache_clear()
+    try:
+        assert chip(0) == chip(0) == named("NVIDIA L4", 58, (8, 9)) and not chip(0).is_hopper
+        assert chip(1).num_sms == 58 and asked == [0, 1]
+    finally:
+        chip.cache_clear()
+
+
+def test_every_layout_is_covered_here():
+    assert set(LAYOUTS) == {"contiguous", "packed", "transposed", "expanded", "padded", "misaligned"}
+
+
+def test_host_time_of_a_call(recorder, monkeypatch):
+    """Everything but the launch: interface, dispatcher, autograd check, plan, outputs. The best of several medians."""
+    from fa3 import interface, ops
+
+    library = torch.library.Library("fa3_host_time", "DEF")
+    library.define("forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor, Tensor)")
+    calls = 0
+
+    def run(*arguments):
+        nonlocal calls
+        calls += 1
+
+    monkeypatch.setattr(launch, "load", lambda spec, config: run)
+    library.impl("forward", launch.forward, "CPU")
+    library.impl("forward", ops._autograd, "Autograd")
+    forward = torch.ops.fa3_host_time.forward.default
+    monkeypatch.setattr(ops, "_forward", forward)
+    monkeypatch.setattr(interface, "_forward", forward)
+    q, k, v = make(Case(seqlen_q=128, seqlen_k=128, heads_kv=4, head_dim=128, head_dim_v=128), "cpu")
+
+    def median_us(number=300):
+        samples = []
+        for _ in range(number):
+            start = time.perf_counter()
+            interface.flash_attn_func(q, k, v, causal=True)
+            samples.append((time.perf_counter() - start) * 1e6)
+        return statistics.median(samples)
+
+    best = min(median_us() for _ in range(5))
+    assert calls == 1500
+    assert best <= HOST_US, f"{best:.1f} us"
