@@ -5,6 +5,7 @@ plus FLOOR, and the mean error at most MEAN_FACTOR times PyTorch's. Plain PyTorc
 keeps them in float32: it stays well below both limits. Where few rows make the output, luck decides; compare many.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ class Expected:
         """The error as a share of what is allowed, the worse of max and mean: at most 1 passes, NaN is inf."""
         errors, limit = Errors.of(out, self.out), self.limit
         share = max(errors.max / limit.max, errors.mean / limit.mean)
-        return share if share == share else float("inf")
+        return share if share == share else math.inf
 
     def lse_share(self, lse: torch.Tensor) -> float:
         """The same for lse; -inf must be met exactly."""
@@ -91,7 +92,7 @@ def lse_error(lse: torch.Tensor, exact: torch.Tensor) -> float:
     if lse.numel() == 0:
         return 0.0
     difference = torch.where(lse == exact, 0.0, (lse.double() - exact.double()).abs())
-    return torch.nan_to_num(difference, nan=float("inf")).max().item()
+    return torch.nan_to_num(difference, nan=math.inf, posinf=math.inf).max().item()
 
 
 def count_not_finite(x: torch.Tensor) -> int:
@@ -118,7 +119,7 @@ def expected(
     """What attention to these inputs must give. ValueError where plain PyTorch itself overflows: no yardstick then."""
     out, lse = exact(q, k, v, softmax_scale, causal)
     errors = Errors.of(plain(q, k, v, softmax_scale, causal), out)
-    if not errors.max < float("inf"):
+    if not errors.max < math.inf:
         raise ValueError(f"PyTorch in {q.dtype} is not finite on these inputs and gives no tolerance")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return Expected(out, lse, errors, scale * _longest(q) * _longest(k))
@@ -130,7 +131,7 @@ def rmse(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _longest(x: torch.Tensor) -> float:
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).max().item() if x.numel() else 0.0
+    return torch.linalg.vector_norm(x.double(), dim=-1).max().item() if x.numel() else 0.0
 
 
 def _exact_slab(q, k, v, softmax_scale, causal):
