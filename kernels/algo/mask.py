@@ -25,11 +25,19 @@ class Mask(NamedTuple):
 
     @cute.jit
     def apply(self, acc_S: cute.Tensor, n_block: Int32):
+        if cutlass.const_expr(self.causal):
+            self.hide(acc_S, n_block)
+        else:
+            if (n_block + 1) * self.tile_n > self.lengths.k:
+                self.hide(acc_S, n_block)
+
+    def hide(self, acc_S: cute.Tensor, n_block: Int32):
+        """Scores of keys that the row may not see become -inf."""
         S = rows(acc_S)
-        for r in cutlass.range_constexpr(ROWS):
+        for r in range(ROWS):
             limit = self.lengths.k
-            if cutlass.const_expr(self.causal):
+            if self.causal:
                 limit = cutlass.min(limit, self.row + 8 * r + 1 + self.lengths.k - self.lengths.q)
             limit = limit - n_block * self.tile_n - self.column
-            for c in cutlass.range_constexpr(self.tile_n // 4):
-                S[r, c] = S[r, c] if 8 * (c // 2) + c % 2 < limit else -Float32.inf
+            for c in range(self.tile_n // 4):
+                S[r, c] = cutlass.select_(8 * (c // 2) + c % 2 < limit, S[r, c], -Float32.inf)

@@ -1,14 +1,14 @@
 """Who computes which query tile, and in which order.
 
-Tiles are numbered so that neighbours run at the same time: heads in sections whose K and V fit in L2 together, in a
-section the query tiles one after the other with the head fastest; if causal the last query tile, the longest, first.
+An order numbers items of about equal cost or, where the hardware balances them, the longest first. Neighbours run at
+the same time, so they share K and V in L2. A scheduler hands the items to CTAs.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from .blocks import Blocks
 
@@ -23,29 +23,81 @@ class WorkTile(NamedTuple):
     base: Int32  # key blocks that this CTA took before
 
 
-class TileOrder(NamedTuple):
+class Grid(NamedTuple):
+    """All query tiles."""
+
     m_blocks: Int32
     heads: Int32
     sequences: Int32  # heads * batch
-    section: Int32  # sequences in a section
-    first: Int32  # query tile that a section begins with
-    step: Int32  # 1, or -1: the longest of a causal mask first
-
-    @staticmethod
-    def create(m_blocks: Int32, heads: Int32, sequences: Int32, section: Int32, longest_first: bool) -> "TileOrder":
-        first, step = (m_blocks - 1, Int32(-1)) if longest_first else (Int32(0), Int32(1))
-        return TileOrder(m_blocks, heads, sequences, section, first, step)
 
     @property
     def tiles(self):
         return self.m_blocks * self.sequences
 
-    def at(self, index: Int32, nth: Int32, base: Int32) -> WorkTile:
-        section = index // (self.section * self.m_blocks) * self.section
-        size = cutlass.min(self.section, self.sequences - section)
-        rest = index - section * self.m_blocks
-        m_block, sequence = self.first + self.step * (rest // size), section + rest % size
+    def tile(self, m_block: Int32, sequence: Int32, nth: Int32, base: Int32) -> WorkTile:
         return WorkTile(m_block, sequence % self.heads, sequence // self.heads, nth, base)
+
+
+class InOrder(NamedTuple):
+    """Every tile costs the same: those of one head after the other."""
+
+    grid: Grid
+    parts = 1
+
+    @property
+    def items(self):
+        return self.grid.tiles
+
+    def at(self, item: Int32, part: Int32) -> tuple[Int32, Int32]:
+        """m_block and sequence of a part of an item."""
+        return item % self.grid.m_blocks, item // self.grid.m_blocks
+
+    def exists(self, item: Int32, part: Int32):
+        return Boolean(True)
+
+
+class LongestFirst(NamedTuple):
+    """Causal tiles for CTAs that come and go: heads in sections whose K and V fit in L2 together, in a section the last
+    query tile of every head first.
+    """
+
+    grid: Grid
+    section: Int32  # sequences in a section
+    parts = 1
+
+    @property
+    def items(self):
+        return self.grid.tiles
+
+    def at(self, item: Int32, part: Int32) -> tuple[Int32, Int32]:
+        m_blocks, sequences = self.grid.m_blocks, self.grid.sequences
+        first = item // (self.section * m_blocks) * self.section
+        size = cutlass.min(self.section, sequences - first)
+        rest = item - first * m_blocks
+        return m_blocks - 1 - rest // size, first + rest % size
+
+
+class Folded(NamedTuple):
+    """Causal tiles for CTAs that stay: a long and a short tile of one head are an item, all items cost the same."""
+
+    grid: Grid
+    parts = 2
+
+    @property
+    def folds(self):
+        return (self.grid.m_blocks + 1) // 2
+
+    @property
+    def items(self):
+        return self.folds * self.grid.sequences
+
+    def at(self, item: Int32, part: Int32) -> tuple[Int32, Int32]:
+        fold, last = item % self.folds, self.grid.m_blocks - 1
+        return fold + (1 - part) * (last - 2 * fold), item // self.folds
+
+    def exists(self, item: Int32, part: Int32):
+        """The middle tile of an odd number has no partner."""
+        return (part == 0) | (2 * (item % self.folds) != self.grid.m_blocks - 1)
 
 
 def section_in_l2(kv_bytes: Int64, ratio: Int32, sequences: Int32) -> Int32:
@@ -57,38 +109,37 @@ def section_in_l2(kv_bytes: Int64, ratio: Int32, sequences: Int32) -> Int32:
 class OneTile(NamedTuple):
     """One CTA a tile: the hardware hands out the next CTA when one ends."""
 
-    order: TileOrder
+    order: InOrder | LongestFirst
 
     def ctas(self, num_sms: Int32):
-        return self.order.tiles
+        return self.order.items
 
     @cute.jit
     def for_each(self, blocks_of: cutlass.Constexpr, run: cutlass.Constexpr):
-        index, _, _ = cute.arch.block_idx()
-        tile = self.order.at(index, Int32(0), Int32(0))
+        item, _, _ = cute.arch.block_idx()
+        tile = self.order.grid.tile(*self.order.at(item, Int32(0)), Int32(0), Int32(0))
         run(tile, blocks_of(tile))
 
 
 class Persistent(NamedTuple):
-    """One CTA an SM. It goes through the tiles back and forth (a snake), so that of tiles sorted by length every CTA
-    gets its share of long and short ones; the producer is already in the next tile while the consumers end the last.
-    """
+    """One CTA an SM, item after item: the producer is in the next tile while the consumers end the last."""
 
-    order: TileOrder
+    order: InOrder | Folded
 
     def ctas(self, num_sms: Int32):
-        return cutlass.min(self.order.tiles, num_sms)
+        return cutlass.min(self.order.items, num_sms)
 
     @cute.jit
     def for_each(self, blocks_of: cutlass.Constexpr, run: cutlass.Constexpr):
+        order, parts = self.order, self.order.parts
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        base = Int32(0)
-        rounds = (self.order.tiles + ctas - 1) // ctas
-        for nth in cutlass.range(rounds, unroll=1):
-            index = nth * ctas + (cta if nth % 2 == 0 else ctas - 1 - cta)
-            if index < self.order.tiles:
-                tile = self.order.at(index, nth, base)
+        nth, base = Int32(0), Int32(0)
+        for turn in cutlass.range((order.items - cta + ctas - 1) // ctas * parts, unroll=1):
+            item, part = turn // parts * ctas + cta, turn % parts
+            if order.exists(item, part):
+                tile = order.grid.tile(*order.at(item, part), nth, base)
                 blocks = blocks_of(tile)
                 run(tile, blocks)
+                nth = nth + 1
                 base = base + blocks.count

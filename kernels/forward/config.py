@@ -31,6 +31,7 @@ class Config:
     overlap: bool = True  # QK of the next block is issued before PV of this one
     pingpong: bool = True  # the warpgroups take turns at the tensor cores
     persistent: bool = False  # one CTA an SM that takes tile after tile; else one CTA a tile
+    rescale_early: bool = False  # overlap: O is rescaled under QK of the next block; else among this block's exponentials
 
     @property
     def tile_m(self) -> int:

@@ -28,7 +28,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ..algo.blocks import Blocks, ceil_div, key_blocks
 from ..algo.gqa import HeadMap
 from ..algo.mask import Mask
-from ..algo.scheduler import OneTile, Persistent, TileOrder, WorkTile, section_in_l2
+from ..algo.scheduler import Folded, Grid, InOrder, LongestFirst, OneTile, Persistent, WorkTile, section_in_l2
 from ..algo.seqlen import DenseSeqlen, Lengths
 from ..algo.softmax import Softmax
 from ..prims.ring import Ring
@@ -132,22 +132,23 @@ class Forward:
             grid=(self.scheduler(order).ctas(num_sms), 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
-    def order(self, seqlen_q, seqlen_k, heads, batch, ratio) -> TileOrder:
+    def order(self, seqlen_q, seqlen_k, heads, batch, ratio):
         c, spec = self.config, self.spec
-        sequences = heads * batch
-        section = Int32(1)
-        if spec.causal:
-            kv_bytes = Int64(seqlen_k) * (ELEMENT_BYTES * (spec.head_dim + spec.head_dim_v))
-            section = section_in_l2(kv_bytes, ratio, sequences)
-        return TileOrder.create(ceil_div(seqlen_q, c.tile_m), heads, sequences, section, spec.causal)
+        grid = Grid(ceil_div(seqlen_q, c.tile_m), heads, heads * batch)
+        if not spec.causal:
+            return InOrder(grid)
+        if c.persistent:
+            return Folded(grid)
+        kv_bytes = Int64(seqlen_k) * (ELEMENT_BYTES * (spec.head_dim + spec.head_dim_v))
+        return LongestFirst(grid, section_in_l2(kv_bytes, ratio, grid.sequences))
 
-    def scheduler(self, order: TileOrder):
+    def scheduler(self, order):
         return Persistent(order) if self.config.persistent else OneTile(order)
 
     @cute.kernel
     def kernel(
         self, Q: Operand, K: Operand, V: Operand, O: Operand, mLSE: cute.Tensor, qk: cute.TiledMma, pv: cute.TiledMma,
-        scale_log2: Float32, seqlen: DenseSeqlen, head_map: HeadMap, order: TileOrder,
+        scale_log2: Float32, seqlen: DenseSeqlen, head_map: HeadMap, order,
     ):  # fmt: skip
         c, spec, scheduler = self.config, self.spec, self.scheduler(order)
         over_q = c.o_over_q(spec)
@@ -217,6 +218,7 @@ class Forward:
             softmax=Softmax.create(scale_log2),
             turns=Turns(wg, c.warpgroups, TURNS_BARRIER) if c.pingpong else NoTurns(),
             tile_n=c.tile_n,
+            rescale_early=c.rescale_early,
         )
 
 

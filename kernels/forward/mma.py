@@ -35,6 +35,7 @@ class Attention(NamedTuple):
     softmax: Softmax
     turns: object  # Turns or NoTurns
     tile_n: int
+    rescale_early: bool  # see Config
 
     @property
     def steps(self) -> int:
@@ -126,6 +127,8 @@ class Overlapped(NamedTuple):
         a.k_ring.wait_full(i)
         a.turns.take()
         acc_S = a.issue_qk(i)
+        if cutlass.const_expr(a.rescale_early):
+            scale_rows(a.acc_O, a.softmax.factor)
         a.v_ring.wait_full(i - 1)
         a.issue_pv(i - 1)
         a.turns.give()
@@ -138,9 +141,14 @@ class Overlapped(NamedTuple):
         # multiplications and packing would stand after the exponentials instead of among them: 6-11 % slower.
         warpgroup.wait_group(0)
         a.v_ring.release(i - 1)
-        a.make_p_and_rescale(acc_S)
+        if cutlass.const_expr(a.rescale_early):
+            a.make_p(acc_S)
+        else:
+            a.make_p_and_rescale(acc_S)
 
     def last(self, a: Attention, i: Int32):
+        if a.rescale_early:
+            scale_rows(a.acc_O, a.softmax.factor)
         a.values(i)
 
 
