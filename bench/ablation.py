@@ -1,0 +1,119 @@
+"""What ping-pong and overlap are worth: python -m bench.ablation
+
+Four kernels with the same tile, stages and registers, and only the order of the work different: neither, each alone,
+both. They take turns on the same inputs; records go to bench/results/<gpu>/ablation.jsonl, with the Config in each.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+
+from bench.machine import Machine, NoDevice, add_arguments, open_machine, with_cublas
+from bench.measure import Contender, Outcome, Pace, compile_ahead, jobs_here, measure
+from bench.peers import config_of, kernel, reason, spec_of
+from bench.records import append
+from bench.shapes import Shape, select
+
+SUITE = "ablation"
+SHAPES = ("hd128-16k-full", "hd128-16k-causal", "hd128-4k-full", "hd128-4k-causal")
+SWITCHES = {"neither": (False, False), "ping-pong": (False, True), "overlap": (True, False), "both": (True, True)}
+GOAL = 1.15  # both against neither, hd128 16K full
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__.splitlines()[0])
+    result.add_argument("--shapes", nargs="+", metavar="NAME", default=SHAPES, help=f"default: {' '.join(SHAPES)}")
+    result.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    result.add_argument("--rounds", type=int, default=6)
+    result.add_argument("--budget-seconds", type=float, help="begin no shape after this")
+    add_arguments(result)
+    return result
+
+
+def variants(config) -> dict:
+    """The same Config under every setting of the two switches."""
+    return {name: replace(config, overlap=o, pingpong=p) for name, (o, p) in SWITCHES.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    began = time.monotonic()
+    options = parser()
+    args = options.parse_args(argv)
+    try:
+        shapes = select(args.shapes)
+        machine = open_machine("cuda", args.commit)
+    except ValueError as error:
+        options.error(str(error))
+    except NoDevice as error:
+        print(f"bench.ablation: {error}", file=sys.stderr)
+        return 2
+    return run(args, shapes, machine, began)
+
+
+def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, began: float) -> int:
+    import torch
+
+    from bench import report
+
+    out = report.console()
+    configs = {shape: variants(config_of(shape, args.dtype, machine.num_sms)) for shape in shapes}
+    compile_ahead(((spec_of(s, args.dtype), c) for s, named in configs.items() for c in named.values()), jobs_here())
+    machine = with_cublas(machine)
+    pace = Pace(args.rounds, deadline=began + args.budget_seconds if args.budget_seconds else None)
+    result = report.table("TFLOP/s by kernel time, speed-up over neither", "shape", "tile", *SWITCHES, text_columns=2)
+    failed = False
+    with torch.no_grad():
+        for shape in shapes:
+            if pace.deadline is not None and time.monotonic() > pace.deadline:
+                out.print(f"Not measured, the time was up: {shape.name}")
+                continue
+            outcomes = dict(
+                zip(SWITCHES, measure_configs(configs[shape].values(), shape, args.dtype, machine, pace), strict=True)
+            )
+            for name, outcome in outcomes.items():
+                if outcome.timing:
+                    append(outcome.record(machine, SUITE), args.out)
+                else:
+                    failed = True
+                    out.print(f"{shape.name} {name}: {outcome.problem}", markup=False)
+            config = configs[shape]["both"]
+            tile = f"{config.tile_m}x{config.tile_n}, {config.stages} stages"
+            result.add_row(shape.name, tile, *(_cell(o, outcomes["neither"]) for o in outcomes.values()))
+    out.print(result)
+    out.print(f"Goal: both at least {GOAL} of neither at {SHAPES[0]}.")
+    return int(failed)
+
+
+def measure_configs(configs, shape: Shape, dtype: str, machine: Machine, pace: Pace) -> list[Outcome]:
+    """One outcome for each Config, in order, of our kernel called directly. A kernel that does not load is an outcome
+    too.
+    """
+    spec = spec_of(shape, dtype)
+    contenders = []
+    for config in configs:
+        try:
+            attention = kernel(spec, config, shape, machine.num_sms)
+        except Exception as error:  # reported in its line, the others run
+            attention = partial(_refuse, reason(error))
+        contenders.append(Contender("ours", dtype, attention, config))
+    return measure(contenders, shape, machine, pace)
+
+
+def _refuse(why: str, *_) -> None:
+    raise RuntimeError(why)
+
+
+def _cell(outcome: Outcome, neither: Outcome) -> str:
+    from bench import report
+
+    return (
+        f"{report.speed(outcome)} ({neither.us / outcome.us:.3f}x)"
+        if outcome.timing and neither.timing
+        else report.speed(outcome)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""What a call costs beside the kernel: python -m bench.host
+
+Host time: 300 calls at B1 S128 H4 hd128 without waiting for the GPU, for ours and the peers that are here. Memory:
+what a call takes above its inputs at growing S, beside the bytes of O and LSE. Records go to
+bench/results/<gpu>/host.jsonl: cpu_us, or extra_bytes in config.
+"""
+
+import argparse
+import sys
+from functools import partial
+from typing import Any
+
+from bench.machine import Machine, NoDevice, add_arguments, open_machine
+from bench.measure import make_inputs
+from bench.peers import PEERS, Attention, load, reason
+from bench.records import append, record
+from bench.shapes import Shape
+from fa3.testing.timing import host_sample, interleave, spread
+
+SUITE = "host"
+SMALL = Shape("small", 1, 128, 128, 4, 4, 128, 128, False)
+CALLS = 300
+GOAL_US = 30.0
+MEMORY_SEQLENS = (1024, 4096, 16384, 65536)
+MEMORY_SLACK = 64 * 1024  # bytes beyond O and LSE, at any length: the allocator rounds up
+
+
+def memory_shape(seqlen: int) -> Shape:
+    return Shape(f"memory-{seqlen}", 1, seqlen, seqlen, 16, 16, 128, 128, True)
+
+
+def output_bytes(shape: Shape, element: int = 2) -> int:
+    """Of O and of LSE in fp32."""
+    rows = shape.batch * shape.seqlen_q * shape.heads
+    return rows * (shape.head_dim_v * element + 4)
+
+
+def extra_bytes(attention: Attention, shape: Shape, machine: Machine) -> int:
+    """Most memory in use during a call, over what the inputs take; the first call, which loads the kernel, is not
+    counted.
+    """
+    import torch
+
+    tensors = make_inputs(shape, "bfloat16", machine)[0]
+    attention(*tensors, shape.causal)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention(*tensors, shape.causal)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def host_times(
+    attentions: dict[str, Attention], machine: Machine, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """(samples in microseconds a call, why not)."""
+    tensors = make_inputs(SMALL, "bfloat16", machine)[0]
+    measures: dict[str, Any] = {}
+    problems: dict[str, str] = {}
+    for name, attention in attentions.items():
+        call = partial(attention, *tensors, SMALL.causal)
+        try:
+            host_sample([call], 10)
+        except Exception as error:  # a peer that refuses is a line, ours a failure
+            problems[name] = reason(error)
+        else:
+            measures[name] = partial(host_sample, [call], CALLS)
+    return interleave(measures, rounds), problems
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help=f"of {CALLS} calls each (default: 7)")
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        machine = open_machine("cuda", args.commit)
+    except NoDevice as error:
+        print(f"bench.host: {error}", file=sys.stderr)
+        return 2
+    return run(args, machine)
+
+
+def run(args: argparse.Namespace, machine: Machine) -> int:
+    import torch
+
+    from bench import report
+
+    out = report.console()
+    attentions, missing = load(["ours", *PEERS])
+    with torch.no_grad():
+        times, problems = host_times(attentions, machine, args.rounds)
+        for name, why in {**missing, **problems}.items():
+            out.print(f"{name}: {why}", markup=False)
+        result = report.table("Host time of a call, B1 S128 H4 hd128, microseconds", "impl", "median", "least", "most")
+        for name, values in times.items():
+            s = spread(values)
+            append(record(machine.origin, SUITE, name, "bfloat16", SMALL, cpu_us=s.median), args.out)
+            result.add_row(name, f"{s.median:.1f}", f"{s.least:.1f}", f"{s.most:.1f}")
+        out.print(result)
+        if "ours" not in times:
+            return 1
+        ours = spread(times["ours"]).median
+        out.print(f"Goal: {GOAL_US:g} us; ours {report.marked(ours, GOAL_US, '.1f')}.")
+        fits = _memory(attentions["ours"], machine, args, out)
+    return int(not fits)
+
+
+def _memory(attention: Attention, machine: Machine, args: argparse.Namespace, out: Any) -> bool:
+    from bench import report
+
+    result = report.table(
+        "Memory of a call above its inputs, B1 H16 hd128 causal, bytes", "S", "extra", "O + LSE", "beyond"
+    )
+    fits = True
+    for seqlen in MEMORY_SEQLENS:
+        shape = memory_shape(seqlen)
+        extra, needed = extra_bytes(attention, shape, machine), output_bytes(shape)
+        append(
+            record(
+                machine.origin, SUITE, "ours", "bfloat16", shape, config={"extra_bytes": extra, "o_lse_bytes": needed}
+            ),
+            args.out,
+        )
+        fits = fits and extra - needed <= MEMORY_SLACK
+        result.add_row(str(seqlen), f"{extra:,}", f"{needed:,}", report.marked(extra - needed, MEMORY_SLACK, ","))
+    out.print(result)
+    return fits
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What the benchmarks run on, and the one sentence for a machine where they cannot."""
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.records import RESULTS, Origin, commit
+from fa3.testing.timing import Graph, spread
+
+CUBLAS_SIZE = 8192
+CUBLAS_SAMPLES = 5
+
+
+class NoDevice(Exception):
+    """There is no CUDA device; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    device: str  # "cuda" or "cpu"
+    num_sms: int
+    l2_bytes: int
+    origin: Origin
+
+
+def open_machine(device: str = "cuda", given_commit: str | None = None) -> Machine:
+    """Raises NoDevice where torch sees no CUDA device and device is "cuda"."""
+    import torch
+
+    if device == "cpu":
+        return Machine("cpu", 1, 0, Origin("cpu", torch.__version__, commit(given_commit)))
+    if not torch.cuda.is_available():
+        raise NoDevice("this benchmark needs a CUDA GPU and torch sees none here.")
+    from fa3.device import chip
+
+    facts = chip(torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    origin = Origin(properties.name, torch.__version__, commit(given_commit), facts.peak_tflops)
+    return Machine("cuda", facts.num_sms, properties.L2_cache_size, origin)
+
+
+def with_cublas(machine: Machine) -> Machine:
+    """The machine with the speed of a bf16 matrix product of 8192 cubed, random numbers, by graph, beside its peak."""
+    import torch
+
+    if machine.device != "cuda":
+        return machine
+    a, b = (torch.randn(CUBLAS_SIZE, CUBLAS_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    graph = Graph([lambda: torch.matmul(a, b)], 20)
+    graph.sample()
+    us = spread([graph.sample(2) for _ in range(CUBLAS_SAMPLES)]).median
+    return replace(machine, origin=replace(machine.origin, cublas_tflops=2 * CUBLAS_SIZE**3 / us / 1e6))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every benchmark has."""
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the records (default: bench/results)")
+    parser.add_argument("--commit", help="commit for the records where git cannot tell (else $FA3_COMMIT)")

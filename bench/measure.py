@@ -1,0 +1,143 @@
+"""Contenders at one shape: inputs, the check of every output, then the clock for those that passed, all interleaved."""
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from bench.check import LIMIT, Check
+from bench.machine import Machine
+from bench.peers import Attention, reason
+from bench.records import record
+from bench.shapes import Shape
+from fa3.testing.timing import Timing, compare, num_input_sets
+
+Inputs = tuple[Any, Any, Any]  # q, k, v
+
+
+@dataclass(frozen=True)
+class Contender:
+    impl: str  # as in the records
+    dtype: str
+    attention: Attention
+    config: Any = None  # of ours: a Config
+
+    @property
+    def label(self) -> str:
+        return f"{self.impl} {self.dtype} {self.config}"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much time a measurement takes. `deadline` is of time.monotonic: no round is begun after it."""
+
+    rounds: int = 4
+    seconds: float = 0.06  # of kernel time in a sample
+    rest: float = 0.03  # before each
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one contender at one shape. `timing` is None where there was none: `problem` says why."""
+
+    contender: Contender
+    shape: Shape
+    timing: Timing | None
+    error: float  # largest error over PyTorch's at the same precision; NaN where there was no output
+    problem: str = ""
+
+    @property
+    def us(self) -> float:
+        """Kernel time, or eager time where no graph could be captured; infinity without a timing."""
+        return self.timing.best_known.median if self.timing else math.inf
+
+    @property
+    def tflops(self) -> float:
+        return self.shape.flops / self.us / 1e6
+
+    def record(self, machine: Machine, suite: str) -> dict[str, Any]:
+        """Of an outcome with a timing."""
+        assert self.timing is not None
+        graph = self.timing.graph
+        return record(
+            machine.origin, suite, self.contender.impl, self.contender.dtype, self.shape,
+            graph_us=graph.median if graph else None, eager_us=self.timing.eager.median, cpu_us=self.timing.host.median,
+            config=self.contender.config,
+        )  # fmt: skip
+
+
+def make_inputs(shape: Shape, dtype: str, machine: Machine, seed: int = 0) -> list[Inputs]:
+    """As many sets of N(0, 1) tensors as it takes to keep them out of L2."""
+    import torch
+
+    generator = torch.Generator(machine.device).manual_seed(seed)
+    b, k, kv = shape.batch, shape.seqlen_k, shape.heads_kv
+    sizes = (b, shape.seqlen_q, shape.heads, shape.head_dim), (b, k, kv, shape.head_dim), (b, k, kv, shape.head_dim_v)
+
+    def tensor(size: tuple[int, ...]) -> Any:
+        return torch.randn(size, generator=generator, dtype=getattr(torch, dtype), device=machine.device)
+
+    count = num_input_sets(shape.bytes(), machine.l2_bytes)
+    return [(tensor(sizes[0]), tensor(sizes[1]), tensor(sizes[2])) for _ in range(count)]
+
+
+def measure(contenders: Sequence[Contender], shape: Shape, machine: Machine, pace: Pace) -> list[Outcome]:
+    """One outcome for each contender, in their order. What fails or answers wrongly is not timed, and stops nobody
+    else.
+    """
+    inputs = {dtype: make_inputs(shape, dtype, machine) for dtype in {c.dtype for c in contenders}}
+    checks = {dtype: Check(shape, *sets[0]) for dtype, sets in inputs.items()}
+    calls: dict[str, list[Callable[[], Any]]] = {}
+    errors: dict[str, float] = {}
+    problems: dict[str, str] = {}
+    for contender in contenders:
+        label, sets = contender.label, inputs[contender.dtype]
+        errors[label], problem = _try(contender, shape, sets[0], checks[contender.dtype])
+        if problem:
+            problems[label] = problem
+        else:
+            calls[label] = [partial(contender.attention, *tensors, shape.causal) for tensors in sets]
+    timings = compare(
+        calls, rounds=pace.rounds, seconds=pace.seconds, rest=pace.rest, deadline=pace.deadline, device=machine.device
+    )
+    return [Outcome(c, shape, timings.get(c.label), errors[c.label], problems.get(c.label, "")) for c in contenders]
+
+
+def _try(contender: Contender, shape: Shape, tensors: Inputs, check: Check) -> tuple[float, str]:
+    """(error ratio, what is wrong). An output that the contender holds on to is poisoned first."""
+    held = getattr(contender.attention, "output", None)
+    if held is not None:
+        held.fill_(math.nan)
+    with warnings.catch_warnings(record=True) as said:  # PyTorch's backends say there why they refuse
+        warnings.simplefilter("always")
+        try:
+            error = check.ratio(contender.attention(*tensors, shape.causal))
+        except Exception as problem:  # a peer that refuses, or ours: a line in the table either way
+            why = next((str(w.message).split(" (Triggered")[0] for w in said if "because" in str(w.message)), "")
+            return math.nan, f"{reason(problem)} {why}".strip()
+    return error, "" if error <= LIMIT else f"wrong: {error:.1f} times PyTorch's error, {LIMIT:g} allowed"
+
+
+def compile_ahead(kernels: Iterable[tuple[Any, Any]], jobs: int) -> dict[tuple[Any, Any], str]:
+    """Puts every (Spec, Config) that is not on disk there, `jobs` at a time; why it failed, for those that did."""
+    from fa3.kernels import compile as compiler
+
+    def prepare(kernel: tuple[Any, Any]) -> str:
+        try:
+            compiler.prepare(*kernel)  # in a process of its own: threads are enough here
+        except Exception as error:
+            return reason(error)
+        return ""
+
+    wanted = list(dict.fromkeys(kernels))
+    with ThreadPoolExecutor(jobs) as pool:
+        return {kernel: problem for kernel, problem in zip(wanted, pool.map(prepare, wanted), strict=True) if problem}
+
+
+def jobs_here() -> int:
+    return min(16, len(os.sched_getaffinity(0)))

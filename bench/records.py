@@ -1,0 +1,116 @@
+"""One line of JSON a measurement, with the same keys in every suite: bench/results/<gpu>/<suite>.jsonl, appended,
+never rewritten.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.shapes import Shape
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+FIELDS = (
+    "suite", "impl", "dtype",
+    "head_dim", "head_dim_v", "causal", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "pass",
+    "graph_us", "eager_us", "cpu_us", "tflops", "peak_fraction", "cublas_fraction",
+    "config", "gpu", "torch", "date", "commit",
+)  # fmt: skip
+IMPLS = ("ours", "cudnn", "fa2", "fa3", "fa4", "naive", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where and with what a record was measured. Peaks in TFLOP/s; None where nobody knows them."""
+
+    gpu: str
+    torch: str
+    commit: str
+    peak_tflops: float | None = None
+    cublas_tflops: float | None = None
+
+
+def record(
+    origin: Origin,
+    suite: str,
+    impl: str,
+    dtype: str,
+    shape: Shape,
+    *,
+    graph_us: float | None = None,
+    eager_us: float | None = None,
+    cpu_us: float | None = None,
+    config: Any = None,
+) -> dict[str, Any]:
+    """`tflops` and the fractions come from the kernel time alone: without one they are null.
+
+    `config` is a dataclass or a mapping: what was chosen for ours, and what the columns have no room for. Raises
+    ValueError for an unknown impl.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    tflops = shape.flops / graph_us / 1e6 if graph_us else None
+    values = {
+        "suite": suite,
+        "impl": impl,
+        "dtype": dtype,
+        **{name: getattr(shape, name) for name in FIELDS[3:11]},
+        "pass": "fwd",
+        "graph_us": _rounded(graph_us, 3),
+        "eager_us": _rounded(eager_us, 3),
+        "cpu_us": _rounded(cpu_us, 3),
+        "tflops": _rounded(tflops, 2),
+        "peak_fraction": _fraction(tflops, origin.peak_tflops),
+        "cublas_fraction": _fraction(tflops, origin.cublas_tflops),
+        "config": dict(config) if isinstance(config, Mapping) else config and dataclasses.asdict(config),
+        "gpu": origin.gpu,
+        "torch": origin.torch,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": origin.commit,
+    }
+    return {name: values[name] for name in FIELDS}
+
+
+def append(record: Mapping[str, Any], out: Path = RESULTS) -> Path:
+    """Adds the record to its file under `out`; returns the file. Raises ValueError for a record with other keys than
+    FIELDS.
+    """
+    if tuple(record) != FIELDS:
+        raise ValueError(f"a record has the keys {', '.join(FIELDS)}, got {', '.join(record)}")
+    path = out / short_name(record["gpu"]) / f"{record['suite']}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    return path
+
+
+def short_name(gpu: str) -> str:
+    """The first word with a digit in it, else the whole name as one word: "NVIDIA H100 80GB HBM3" is h100."""
+    words = gpu.lower().split()
+    return next((w for w in words if any(c.isdigit() for c in w)), "-".join(words) or "unknown")
+
+
+def commit(given: str | None = None) -> str:
+    """The commit of this checkout: as given, else $FA3_COMMIT, else git's, else "unknown" (a copy without .git)."""
+    if given or os.environ.get("FA3_COMMIT"):
+        return given or os.environ["FA3_COMMIT"]
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _fraction(tflops: float | None, of: float | None) -> float | None:
+    return round(tflops / of, 4) if tflops and of else None

@@ -1,0 +1,103 @@
+"""The shapes that are measured: the grid of the published comparisons, and layers of models that people run.
+
+FLOPs are counted as the papers count them: two GEMMs, multiply and add, over the visible (query, key) pairs; under a
+causal mask on a square that is half of the square, and the exact number of pairs otherwise.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+TOKENS = 16384  # batch * seqlen of every point of the grid
+WIDTH = 2048  # heads * head_dim
+GRID_HEAD_DIMS = (64, 128, 256)
+GRID_SEQLENS = (512, 1024, 4096, 16384)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention problem. q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv); causal is aligned bottom-right."""
+
+    name: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+
+    @property
+    def doubled_pairs(self) -> int:
+        """Twice the (query, key) pairs of a head that count as work (twice, so that half of an odd square is whole)."""
+        q, k = self.seqlen_q, self.seqlen_k
+        if not self.causal:
+            return 2 * q * k
+        if q == k:
+            return q * k
+        rows = min(q, k)  # that see a key: the last of them sees all k, the one before k - 1, ...
+        return rows * (2 * k - rows + 1)
+
+    @property
+    def flops(self) -> int:
+        """Of the forward pass."""
+        return self.batch * self.heads * (self.head_dim + self.head_dim_v) * self.doubled_pairs
+
+    def bytes(self, element: int = 2) -> int:
+        """Of q, k, v and o: the least that must move."""
+        q = self.batch * self.seqlen_q * self.heads * (self.head_dim + self.head_dim_v)
+        kv = self.batch * self.seqlen_k * self.heads_kv * (self.head_dim + self.head_dim_v)
+        return element * (q + kv)
+
+
+def _square(name, batch, seqlen, heads, heads_kv, head_dim, causal, head_dim_v=None):
+    return Shape(name, batch, seqlen, seqlen, heads, heads_kv, head_dim, head_dim_v or head_dim, causal)
+
+
+def _label(seqlen: int) -> str:
+    return f"{seqlen // 1024}k" if seqlen % 1024 == 0 else str(seqlen)
+
+
+GRID = tuple(
+    _square(
+        f"hd{hd}-{_label(s)}-{'causal' if causal else 'full'}", TOKENS // s, s, WIDTH // hd, WIDTH // hd, hd, causal
+    )
+    for hd in GRID_HEAD_DIMS
+    for causal in (False, True)
+    for s in GRID_SEQLENS
+)
+
+MODELS = (
+    _square("llama3-8b-8k", 2, 8192, 32, 8, 128, True),
+    _square("llama3-70b-8k", 1, 8192, 64, 8, 128, True),
+    _square("llama3-8b-128k", 1, 131072, 32, 8, 128, True),
+    Shape("llama3-8b-chunk", 1, 2048, 32768, 32, 8, 128, 128, True),
+    _square("qwen2.5-7b-4k", 4, 4096, 28, 4, 128, True),
+    _square("qwen3-32b-8k", 1, 8192, 64, 8, 128, True),
+    _square("gemma2-9b-8k", 2, 8192, 16, 8, 256, True),
+    _square("deepseek-v3-4k", 1, 4096, 128, 128, 192, True, 128),
+    _square("vit-l16-197", 256, 197, 16, 16, 64, False),
+    _square("vit-l14-577", 64, 577, 16, 16, 64, False),
+    _square("phi3-mini-4k", 4, 4096, 32, 32, 96, True),
+    _square("nemotron4-340b-4k", 1, 4096, 96, 8, 192, True),
+    _square("hd96-4k-full", 4, 4096, 21, 21, 96, False),
+    _square("hd192-4k-full", 4, 4096, 10, 10, 192, False),
+)
+
+SMOKE = (_square("tiny", 2, 128, 4, 2, 64, True),)  # for trying the plumbing, on a CPU too
+
+NAMED = {shape.name: shape for shape in (*GRID, *MODELS, *SMOKE)}
+
+
+def select(names: Iterable[str]) -> tuple[Shape, ...]:
+    """Shapes by name, by the words grid and models, or by the start of a name ("hd128", "hd128-16k"). Raises
+    ValueError for no match.
+    """
+    chosen: dict[str, Shape] = {}
+    for name in names:
+        words = {"grid": GRID, "models": MODELS}
+        found = words.get(name) or [s for s in NAMED.values() if s.name == name or s.name.startswith(f"{name}-")]
+        if not found:
+            raise ValueError(f"no shape named {name!r}; there are grid, models, {', '.join(NAMED)}")
+        chosen.update((shape.name, shape) for shape in found)
+    return tuple(chosen.values())

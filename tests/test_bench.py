@@ -1,0 +1,402 @@
+"""The benchmarks without a GPU: what they count, what they write, in which order they measure; no time is asserted."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import ablation, forward, host, measure, peers, records, report, sweep
+from bench.check import LIMIT, Check, parts
+from bench.machine import NoDevice, open_machine
+from bench.measure import Contender, Outcome, Pace
+from bench.shapes import GRID, MODELS, NAMED, Shape, select
+from fa3.kernels.forward.config import Config, Spec
+from fa3.reference import attention
+from fa3.testing import timing
+
+ROOT = Path(__file__).parent.parent
+KEYS = {
+    "suite", "impl", "dtype",
+    "head_dim", "head_dim_v", "causal", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "pass",
+    "graph_us", "eager_us", "cpu_us", "tflops", "peak_fraction", "cublas_fraction",
+    "config", "gpu", "torch", "date", "commit",
+}  # fmt: skip
+HOPPER = records.Origin("NVIDIA H200", "2.11.0", "abc", peak_tflops=989.5, cublas_tflops=800.0)
+TINY = NAMED["tiny"]
+
+
+def square(**changes):
+    return dataclasses.replace(Shape("x", 2, 8, 8, 4, 2, 64, 64, False), **changes)
+
+
+# Shapes and FLOPs
+
+
+def test_the_grid_is_24_points_of_the_same_size():
+    assert len(GRID) == len({s.name for s in GRID}) == 24
+    assert {s.batch * s.seqlen_q for s in GRID} == {16384}
+    assert {s.heads * s.head_dim for s in GRID} == {2048}
+    points = {(s.head_dim, s.causal, s.seqlen_q) for s in GRID}
+    assert points == {(d, c, n) for d in (64, 128, 256) for c in (False, True) for n in (512, 1024, 4096, 16384)}
+
+
+@pytest.mark.parametrize(
+    "name, flops",
+    [
+        ("hd128-16k-full", 2_199_023_255_552),  # 4 * 16 * 16384^2 * 128
+        ("hd128-16k-causal", 1_099_511_627_776),
+        ("hd64-512-full", 68_719_476_736),  # 4 * 32 * 32 * 512^2 * 64
+        ("deepseek-v3-4k", 687_194_767_360),  # 2 * 128 * 4096^2 * (192 + 128) / 2
+    ],
+)
+def test_flops_of_known_shapes(name, flops):
+    assert NAMED[name].flops == flops
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(3, 5), (5, 3), (1, 7), (7, 1), (4, 9)])
+def test_causal_flops_count_the_visible_pairs_exactly(seqlen_q, seqlen_k):
+    pairs = sum(j <= i + seqlen_k - seqlen_q for i in range(seqlen_q) for j in range(seqlen_k))
+    shape = square(seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=True)
+    assert shape.flops == 2 * 2 * 4 * (64 + 64) * pairs
+
+
+def test_bytes_count_each_tensor_once():
+    assert NAMED["hd128-4k-full"].bytes() == 4 * 16384 * 2048 * 2
+    assert square().bytes() == 2 * (2 * 8 * 4 * 128 + 2 * 8 * 2 * 128)
+
+
+def test_shapes_are_chosen_by_name_group_or_start():
+    assert select(["grid"]) == GRID and select(["models"]) == MODELS
+    assert [s.name for s in select(["hd128-16k", "tiny", "hd128-16k-full"])] == [
+        "hd128-16k-full",
+        "hd128-16k-causal",
+        "tiny",
+    ]
+    with pytest.raises(ValueError, match="no shape named 'hd12'"):
+        select(["hd12"])
+
+
+@pytest.mark.parametrize("shape", NAMED.values(), ids=lambda s: s.name)
+def test_every_named_shape_is_one_that_the_kernel_takes(shape):
+    assert shape.heads % shape.heads_kv == 0
+    assert shape.head_dim % 8 == shape.head_dim_v % 8 == 0
+    assert max(shape.head_dim, shape.head_dim_v) <= 256
+
+
+# Records
+
+
+def test_a_record_has_exactly_the_keys_and_the_derived_numbers():
+    shape = NAMED["hd128-16k-full"]
+    config = Config(warpgroups=2, tile_n=128)
+    r = records.record(
+        HOPPER, "forward", "ours", "bfloat16", shape, graph_us=3141.592653, eager_us=3200.0, cpu_us=20.0, config=config
+    )
+    assert set(r) == KEYS and tuple(r) == records.FIELDS
+    assert r["graph_us"] == 3141.593 and r["tflops"] == 699.97  # 2.199023e12 / 3.141593e-3
+    assert r["peak_fraction"] == 0.7074 and r["cublas_fraction"] == 0.875
+    assert r["config"] == dataclasses.asdict(config)
+    assert (r["head_dim"], r["batch"], r["seqlen_k"], r["heads_kv"], r["pass"]) == (128, 1, 16384, 16, "fwd")
+
+
+def test_a_record_without_kernel_time_has_no_speed():
+    r = records.record(HOPPER, "forward", "fa4", "float16", TINY, eager_us=10.0)
+    assert (r["graph_us"], r["tflops"], r["peak_fraction"], r["cublas_fraction"], r["config"]) == (None,) * 5
+
+
+def test_records_are_appended_below_the_gpu_and_the_suite(tmp_path):
+    r = records.record(HOPPER, "forward", "cudnn", "bfloat16", TINY, graph_us=1.0, eager_us=2.0, cpu_us=3.0)
+    assert records.append(r, tmp_path) == records.append(r, tmp_path) == tmp_path / "h200" / "forward.jsonl"
+    lines = (tmp_path / "h200" / "forward.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [r, r]
+    with pytest.raises(ValueError, match="a record has the keys"):
+        records.append({**r, "extra": 1}, tmp_path)
+    with pytest.raises(ValueError, match="impl must be one of"):
+        records.record(HOPPER, "forward", "flash", "bfloat16", TINY)
+
+
+@pytest.mark.parametrize(
+    "gpu, short",
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GH200 480GB", "gh200"), ("cpu", "cpu")],
+)
+def test_short_name_of_a_gpu(gpu, short):
+    assert records.short_name(gpu) == short
+
+
+def test_the_commit_is_given_or_of_the_environment_or_of_git(monkeypatch):
+    monkeypatch.setenv("FA3_COMMIT", "fromenv")
+    assert records.commit("given") == "given" and records.commit() == "fromenv"
+    monkeypatch.delenv("FA3_COMMIT")
+    monkeypatch.setattr(records, "ROOT", Path("/"))
+    assert records.commit() == "unknown"
+
+
+def test_results_in_the_repository_are_records():
+    for path in records.RESULTS.rglob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            r = json.loads(line)
+            assert set(r) == KEYS, path
+            assert (
+                r["impl"] in records.IMPLS
+                and r["suite"] == path.stem
+                and records.short_name(r["gpu"]) == path.parent.name
+            )
+            if r["tflops"] is not None:
+                shape = Shape(
+                    "",
+                    *(
+                        r[name]
+                        for name in (
+                            "batch",
+                            "seqlen_q",
+                            "seqlen_k",
+                            "heads",
+                            "heads_kv",
+                            "head_dim",
+                            "head_dim_v",
+                            "causal",
+                        )
+                    ),
+                )
+                assert r["tflops"] == pytest.approx(shape.flops / r["graph_us"] / 1e6, rel=1e-3)
+
+
+# The check
+
+
+def test_parts_are_again_bottom_right_problems():
+    first, middle, last = parts(square(batch=3, seqlen_q=1000, seqlen_k=1200, causal=True))
+    assert (first.batch, first.head, first.start, first.stop, first.num_keys) == (0, 0, 0, 256, 456)
+    assert (middle.start, middle.stop, middle.num_keys) == (372, 628, 828)
+    assert (last.batch, last.head, last.start, last.stop, last.num_keys) == (2, 3, 744, 1000, 1200)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(700, 700), (300, 900), (600, 400)])
+def test_the_check_passes_what_is_right_and_nothing_else(causal, seqlen_q, seqlen_k):
+    shape = square(seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=causal)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 64, dtype=torch.bfloat16) for n, h in ((seqlen_q, 4), (seqlen_k, 2), (seqlen_k, 2)))
+    check = Check(shape, q, k, v)
+    right = attention(q.double(), k.double(), v.double(), causal=causal)[0]
+    assert check.ratio(right) < 1e-9
+    assert check.ratio(attention(q, k, v, causal=causal)[0]) == pytest.approx(1.0, rel=0.01)
+    if causal or seqlen_q != seqlen_k:
+        assert check.ratio(attention(q, k, v, causal=not causal)[0]) > LIMIT
+    wrong_head = right[:, :, [0, 1, 2, 0]]
+    assert check.ratio(wrong_head) > LIMIT
+    unwritten = right.clone()
+    unwritten[1, -1, 3, 5] = float("nan")
+    assert check.ratio(unwritten) == float("inf")
+
+
+def contenders_on_cpu():
+    def broken(q, k, v, causal):
+        raise RuntimeError("no such head dim\nsecond line")
+
+    return [
+        Contender("naive", "bfloat16", peers.load(["naive"])[0]["naive"]),
+        Contender("cudnn", "bfloat16", broken),
+        Contender("fa2", "bfloat16", lambda q, k, v, causal: torch.zeros_like(q)),
+    ]
+
+
+def test_what_fails_or_is_wrong_is_named_and_not_timed():
+    machine = open_machine("cpu", "abc")
+    naive, refused, wrong = measure.measure(contenders_on_cpu(), TINY, machine, Pace(1, 0.001, 0.0))
+    assert naive.timing is not None and naive.error == pytest.approx(1.0, rel=0.01)
+    assert refused.timing is None and refused.problem == "RuntimeError: no such head dim"
+    assert wrong.timing is None and wrong.problem.startswith("wrong:") and wrong.error > LIMIT
+    assert refused.us == float("inf")
+    assert set(naive.record(machine, "forward")) == KEYS
+
+
+# The table
+
+
+def outcome(impl, us, dtype="bfloat16", shape=NAMED["hd128-4k-full"], graph=True):
+    s = timing.Spread(us, us, us, us, us, 1)
+    return Outcome(Contender(impl, dtype, None), shape, timing.Timing(s if graph else None, s, s), 1.0)
+
+
+def test_the_ratio_is_to_the_best_peer_of_the_same_type():
+    point = [
+        outcome("ours", 105.0),
+        outcome("cudnn", 120.0),
+        outcome("fa3", 100.0),
+        outcome("naive", 1.0),
+    ]
+    assert report.ratio([*point, outcome("fa4", 10.0, "float16")], "bfloat16") == pytest.approx(1.05)
+    assert report.ratio(point, "float16") is None
+    half = [outcome("ours", 108.0, "float16")]
+    above, types = report.summary([point + half])
+    assert "Sq >= 4096: at worst [green]1.050[/]" in above
+    assert "at most [green]0.029[/] apart" in types
+    slow = [outcome("ours", 130.0, shape=NAMED["hd64-1k-full"]), outcome("fa2", 100.0, shape=NAMED["hd64-1k-full"])]
+    assert "Sq < 4096: at worst [red]1.300[/]" in report.summary([slow])[0]
+
+
+def test_the_table_prints_speeds_and_stars(capsys):
+    point = [outcome("ours", 1000.0), outcome("cudnn", 1100.0, graph=False)]
+    out = report.console()
+    out.print(report.points_table([point], ["ours", "cudnn"]))
+    text = capsys.readouterr().out
+    assert "550 ±0" in text and "500 ±0*" in text and "0.909*" in text  # 5.498e11 FLOP in a millisecond
+
+
+# Sweep, ablation, host
+
+
+def test_the_ablation_changes_nothing_but_the_two_switches():
+    config = Config(warpgroups=3, tile_n=96, stages=3, persistent=True)
+    named = ablation.variants(config)
+    assert {(c.overlap, c.pingpong) for c in named.values()} == {
+        (False, False),
+        (False, True),
+        (True, False),
+        (True, True),
+    }
+    assert {dataclasses.replace(c, overlap=True, pingpong=True) for c in named.values()} == {config}
+
+
+def test_the_sweep_tries_every_combination_that_fits():
+    args = sweep.parser().parse_args(
+        ["--tile-n", "64", "128", "32", "--stages", "2", "3", "--warpgroups", "2", "--overlap", "on", "off"]
+    )
+    configs = sweep.candidates(args)
+    assert len(configs) == len(set(configs)) == 3 * 2 * 2 * 2 * 2
+    spec = Spec("bfloat16", 128, 128, False)
+    assert sweep.fits(spec, Config(2, 176)) and sweep.fits(spec, Config(2, 128, 3, persistent=True))
+    assert not sweep.fits(spec, Config(2, 192, 3))  # 337 KB
+    assert not sweep.fits(spec, Config(3, 176))  # 64 + 88 + 44 fragments in 160 registers
+    assert not sweep.fits(spec, Config(1, 64)) and sweep.fits(spec, Config(1, 64, pingpong=False))
+    assert not sweep.fits(Spec("bfloat16", 256, 256, False), Config(3, 80))
+
+
+def test_the_sweep_drops_what_spills_or_does_not_compile(monkeypatch):
+    from fa3.kernels import compile as compiler
+    from fa3.kernels import sass
+
+    def inspect(spec, config):
+        if config.tile_n == 96:
+            raise ValueError("no such tile")
+        return SimpleNamespace(cubin=config.tile_n)
+
+    monkeypatch.setattr(compiler, "inspect", inspect)
+    monkeypatch.setattr(sass, "resources", lambda cubin: SimpleNamespace(stack_bytes=168 if cubin == 176 else 0))
+    spec = Spec("bfloat16", 128, 128, False)
+    kernels = [(spec, Config(2, n)) for n in (64, 96, 176)]
+    good, dropped = sweep.without_spills(kernels, jobs=2)
+    assert good == kernels[:1]
+    assert [line.split(": ", 1)[1] for line in dropped] == ["ValueError: no such tile", "spills: 168 bytes of stack"]
+
+
+def test_output_bytes_are_o_and_lse():
+    assert host.output_bytes(host.memory_shape(1024)) == 1024 * 16 * 128 * 2 + 1024 * 16 * 4
+
+
+def test_the_first_call_is_refused_the_compiler():
+    code = (
+        "import sys, subprocess\nfrom bench import first_call as f\n"
+        "sys.meta_path.insert(0, f.Forbidden()); sys.addaudithook(f.refuse_python)\n"
+        "for action in (lambda: __import__('cutlass.cute'), lambda: subprocess.run([sys.executable, '-c', ''])):\n"
+        "    try: action()\n"
+        "    except (ImportError, RuntimeError) as e: print(e)\n"
+        "subprocess.run(['true'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "cutlass is forbidden here",
+        "a compiler was started: the kernel is not in the cache",
+    ]
+
+
+# The commands
+
+
+def run(module, *args):
+    command = [sys.executable, "-m", f"bench.{module}", *args]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("module", ["forward", "ablation", "sweep", "startup", "host"])
+def test_without_a_gpu_every_command_says_so_and_ends_with_2(module):
+    done = run(module)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"bench.{module}: this benchmark needs a CUDA GPU and torch sees none here.\n"
+
+
+def test_help_needs_no_gpu():
+    done = run("forward", "--help")
+    assert done.returncode == 0 and "--budget-seconds" in done.stdout and done.stderr == ""
+
+
+def test_a_cpu_run_writes_a_record_for_each_type(tmp_path):
+    assert (
+        forward.main(
+            ["--device", "cpu", "--shapes", "tiny", "--impl", "naive", "reference", "--quick", "--out", str(tmp_path)]
+        )
+        == 0
+    )
+    lines = [json.loads(line) for line in (tmp_path / "cpu" / "forward.jsonl").read_text().splitlines()]
+    assert [r["impl"] for r in lines] == ["naive", "reference"]
+    assert all(set(r) == KEYS and r["graph_us"] is None and r["eager_us"] > 0 and r["cpu_us"] > 0 for r in lines)
+
+
+def test_a_missing_peer_is_a_line_and_missing_ours_a_failure(monkeypatch, tmp_path, capsys):
+    def gone():
+        raise ImportError("no such wheel")
+
+    monkeypatch.setitem(peers._LOADERS, "fa4", gone)
+    base = ["--device", "cpu", "--shapes", "tiny", "--quick", "--out", str(tmp_path), "--impl", "naive"]
+    assert forward.main([*base, "fa4"]) == 0
+    assert "fa4 is not here: ImportError: no such wheel" in capsys.readouterr().out
+    monkeypatch.setitem(peers._LOADERS, "ours", gone)
+    assert forward.main([*base, "ours"]) == 1
+
+
+def test_no_shape_begins_that_would_end_past_the_budget(monkeypatch, tmp_path, capsys):
+    done = []
+    monkeypatch.setattr(
+        forward,
+        "measure",
+        lambda contenders, shape, *_: done.append(shape.name) or time.sleep(0.2) or [outcome("naive", 1.0)],
+    )
+    arguments = [
+        "--device",
+        "cpu",
+        "--shapes",
+        "hd64",
+        "--impl",
+        "naive",
+        "--out",
+        str(tmp_path),
+        "--budget-seconds",
+        "0.5",
+    ]
+    assert forward.main(arguments) == 0
+    assert 1 <= len(done) <= 2
+    assert f"Not measured, the time was up: {select(['hd64'])[len(done)].name}" in capsys.readouterr().out
+
+
+def test_the_cpu_has_no_peak_and_no_device_has_no_machine(monkeypatch):
+    assert open_machine("cpu").origin.peak_tflops is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NoDevice, match="needs a CUDA GPU"):
+        open_machine()
+
+
+def test_sdpa_refuses_the_mask_that_it_aligns_otherwise():
+    q, k = torch.zeros(1, 2, 1, 8), torch.zeros(1, 3, 1, 8)
+    with pytest.raises(ValueError, match="top-left: Sq 2, Sk 3"):
+        peers.sdpa(q, k, k, True, SimpleNamespace())

@@ -1,0 +1,84 @@
+"""The clock with contenders that take no time: what is called, how often and in which order."""
+
+import dataclasses
+import time
+
+import pytest
+
+from fa3.testing import timing
+
+
+def test_spread_is_the_median_with_quartiles():
+    s = timing.spread([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert dataclasses.astuple(s) == (3.0, 2.0, 4.0, 1.0, 5.0, 5)
+    assert dataclasses.astuple(timing.spread([7.0])) == (7.0, 7.0, 7.0, 7.0, 7.0, 1)
+    with pytest.raises(ValueError, match="at least one"):
+        timing.spread([])
+
+
+def test_every_round_measures_all_in_a_new_order():
+    order = []
+    measures = {name: (lambda name=name: order.append(name) or float(len(order))) for name in "abcd"}
+    samples = timing.interleave(measures, 20, seed=1)
+    rounds = [tuple(order[i : i + 4]) for i in range(0, 80, 4)]
+    assert len(order) == 80 and all(sorted(r) == list("abcd") for r in rounds)
+    assert len(set(rounds)) > 10  # of 24 orders
+    assert {len(v) for v in samples.values()} == {20}
+    assert samples["a"] == [float(i + 1) for i, name in enumerate(order) if name == "a"]
+
+
+def test_after_the_deadline_no_round_begins_but_the_first_ends():
+    calls = []
+    measures = {name: (lambda name=name: calls.append(name) or 1.0) for name in "ab"}
+    assert timing.interleave(measures, 5, deadline=time.monotonic() - 1) == {"a": [1.0], "b": [1.0]}
+    with pytest.raises(ValueError, match="rounds"):
+        timing.interleave(measures, 0)
+
+
+@pytest.mark.parametrize("set_mb, sets", [(268, 1), (180, 1), (100, 2), (60, 3), (1, 64)])
+def test_inputs_rotate_until_l2_holds_nothing_of_them(set_mb, sets):
+    assert timing.num_input_sets(set_mb * 10**6, 60 * 10**6) == sets
+
+
+def test_calls_fill_the_time_asked_for():
+    assert timing.calls_for(3000.0, 0.06, 200) == 20
+    assert timing.calls_for(10.0, 0.06, 200) == 200
+    assert timing.calls_for(500_000.0, 0.06, 200) == 1
+
+
+def test_host_time_is_the_mean_of_the_calls_in_rotation():
+    used = []
+    us = timing.host_sample([lambda: used.append(0), lambda: (used.append(1), time.sleep(0.002))], 10, "cpu")
+    assert used == [0, 1] * 5 and us >= 1000
+
+
+class FakeGraph:
+    """Takes 2 us a call; counts what was captured, and refuses calls named so."""
+
+    made: list = []
+
+    def __init__(self, calls, num_calls):
+        if calls[0]() == "refuses":
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        self.num_calls, self.replays = num_calls, []
+        FakeGraph.made.append(self)
+
+    def sample(self, replays):
+        self.replays.append(replays)
+        return 2.0
+
+
+def test_compare_measures_graph_eager_and_host_of_everyone(monkeypatch):
+    monkeypatch.setattr(timing, "Graph", FakeGraph)
+    monkeypatch.setattr(timing, "eager_sample", lambda calls, n, device: 100.0)
+    monkeypatch.setattr(timing, "host_sample", lambda calls, n, device: 30.0)
+    FakeGraph.made.clear()
+    contenders = {"good": [lambda: "fine"], "bad": [lambda: "refuses"]}
+    result = timing.compare(contenders, rounds=3, seconds=0.06, rest=0.0)
+    assert result["good"].graph.median == 2.0 and result["good"].graph.count == 3
+    assert result["good"].eager.median == 100.0 and result["good"].host.median == 30.0
+    assert result["good"].best_known.median == 2.0 and result["good"].note == ""
+    assert result["bad"].graph is None and result["bad"].best_known.median == 100.0
+    assert result["bad"].note == "not captured: operation not permitted when stream is capturing"
+    (graph,) = FakeGraph.made
+    assert graph.num_calls == 200 and graph.replays == [3, 3, 3]  # 600 calls of 100 us are the 0.06 s
