@@ -109,12 +109,18 @@ def show_speed(screen) -> bool:
     shown = table(f"Speed: bfloat16, {_shape()}", "mask", "kernel us", "TFLOP/s", "utilization", "allowed error used")
     for causal, share in shares.items():
         spread = timings[mask(causal)].best_known
-        tflops = 4 * batch * heads * seqlen**2 * head_dim / (2 if causal else 1) / spread.median / 1e6
-        utilization = f"{tflops / here.peak_tflops:.1%}" if here.peak_tflops else "unknown"
-        shown.add_row(mask(causal), f"{spread.median:.1f}", f"{tflops:.0f}", utilization, f"{share:.0%}")
+        speed = tflops(spread.median, causal)
+        utilization = f"{speed / here.peak_tflops:.1%}" if here.peak_tflops else "unknown"
+        shown.add_row(mask(causal), f"{spread.median:.1f}", f"{speed:.0f}", utilization, f"{share:.0%}")
     screen.print(shown)
     screen.print(f"Utilization is of {here.peak_tflops} TFLOP/s, this chip's datasheet. Causal counts half the FLOP.")
     return max(shares.values()) <= 1
+
+
+def tflops(microseconds: float, causal: bool) -> float:
+    """Of the standard shape: two GEMMs of 2 FLOP a product, half of them under a causal mask."""
+    batch, seqlen, heads, head_dim = STANDARD.values()
+    return 4 * batch * heads * seqlen**2 * head_dim / (2 if causal else 1) / microseconds / 1e6
 
 
 def show_kernels(screen) -> bool:

@@ -190,6 +190,12 @@ class TestDemo:
             assert not demo.show_errors(console(), demo.recorded()[:1], "cpu")
         assert out.getvalue().count("float16") >= 2 and "NO" in out.getvalue()
 
+    def test_tflops_of_the_standard_shape(self):
+        from fa3.demo import tflops
+
+        assert tflops(1000.0, causal=False) == pytest.approx(2199.0, rel=1e-4)  # 4 * 2048 * 16384^2 FLOP
+        assert tflops(1000.0, causal=True) == pytest.approx(1099.5, rel=1e-4)
+
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the demo measures speed where there is a GPU")
     def test_whole_without_a_gpu(self):
         status, out, _ = fa3("demo")
