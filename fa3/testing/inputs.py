@@ -89,10 +89,10 @@ def lay_out(inputs: Inputs, layout: str) -> Inputs:
     return Inputs(*(place(x) for x in inputs))
 
 
-def poison(device: torch.device | str, num_bytes: int = 1 << 30) -> None:
-    """Leave NaN in the memory that the caching allocator hands out next: NaN in every 16-bit and 32-bit type."""
-    for size in (num_bytes, num_bytes // 64, 1 << 20, 1 << 12):  # its pools go by size
-        torch.full((max(1, size // 2),), -1, dtype=torch.int16, device=device)
+def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, copies: int = 4) -> None:
+    """Fill and free memory, so that the caching allocator's next tensor of this size starts as NaN."""
+    blocks = [torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(copies)]
+    del blocks
 
 
 def _nan(x: torch.Tensor, *shape: int) -> torch.Tensor:
