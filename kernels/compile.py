@@ -172,7 +172,7 @@ def _compile(spec: Any, config: Any, look: bool) -> tuple[Built, str]:
 
     def notice() -> None:
         if not cache.settings().quiet:
-            print(f"fa3: compiling {spec!r} {config!r} for {ARCH}, once", file=sys.stderr, flush=True)
+            print(f"fa3: compiling {spec!r} {config!r} for {ARCH}", file=sys.stderr, flush=True)
 
     return process.run(build, spec, config, look, environment={"CUTE_DSL_ARCH": ARCH}, notice=notice)
 
