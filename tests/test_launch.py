@@ -78,7 +78,8 @@ def test_a_repeated_call_plans_once_and_checks_its_scale(recorder):
     q, k, v = make(Case(), "cpu")
     for scale in (0.1, 0.2, 0.3):
         launch.forward(q, k, v, scale, False)
-    assert len(recorder.loaded) == 1 and [round(c.scale_log2 / launch.LOG2_E, 6) for c in recorder.calls] == [0.1, 0.2, 0.3]
+    assert len(recorder.loaded) == 1
+    assert [round(call.scale_log2 / launch.LOG2_E, 6) for call in recorder.calls] == [0.1, 0.2, 0.3]
     for scale in (-0.1, math.nan, math.inf):
         with pytest.raises(ValueError, match="softmax_scale"):
             launch.forward(q, k, v, scale, False)
