@@ -6,6 +6,7 @@ is a line in bench/results/<gpu>/sweep.jsonl.
 """
 
 import argparse
+import dataclasses
 import itertools
 import sys
 import time
@@ -22,6 +23,8 @@ from fa3.kernels.forward.config import SHARED_BYTES, Config, Spec
 
 SUITE = "sweep"
 SHAPES = ("hd128-4k-full", "hd128-4k-causal", "hd128-16k-full", "hd128-16k-causal")
+SWITCHES = tuple(field for field in dataclasses.fields(Config) if field.type in (bool, "bool"))
+BOTH_WAYS = ("pingpong", "persistent")  # tried on and off unless told otherwise; the others stand at their default
 OTHER_REGISTERS = 24  # addresses, row state, loop: about what the kernels need beside the fragments
 
 
@@ -34,8 +37,9 @@ def parser() -> argparse.ArgumentParser:
         "--tile-n", nargs=3, type=int, default=[64, 192, 16], metavar=("FROM", "TO", "STEP"), help="both ends in"
     )
     result.add_argument("--stages", nargs="+", type=int, default=[2])
-    for switch, default in (("overlap", ["on"]), ("pingpong", ["on", "off"]), ("persistent", ["on", "off"])):
-        result.add_argument(f"--{switch}", nargs="+", choices=("on", "off"), default=default)
+    for switch in SWITCHES:
+        default = ["on", "off"] if switch.name in BOTH_WAYS else ["on" if switch.default else "off"]
+        result.add_argument(f"--{switch.name.replace('_', '-')}", nargs="+", choices=("on", "off"), default=default)
     result.add_argument("--top", type=int, default=8, help="lines printed for a shape")
     result.add_argument("--rounds", type=int, default=3)
     result.add_argument("--jobs", type=int, default=jobs_here(), help="compilers at a time")
@@ -48,10 +52,11 @@ def parser() -> argparse.ArgumentParser:
 def candidates(args: argparse.Namespace) -> list[Config]:
     """Every combination of the values given."""
     first, last, step = args.tile_n
-    switches = [[word == "on" for word in getattr(args, name)] for name in ("overlap", "pingpong", "persistent")]
-    return [
-        Config(*c) for c in itertools.product(args.warpgroups, range(first, last + 1, step), args.stages, *switches)
-    ]
+    values: dict[str, Iterable[int]] = {
+        "warpgroups": args.warpgroups, "tile_n": range(first, last + 1, step), "stages": args.stages,
+        **{switch.name: [word == "on" for word in getattr(args, switch.name)] for switch in SWITCHES},
+    }  # fmt: skip
+    return [Config(**dict(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
 
 
 def fits(spec: Spec, config: Config) -> bool:
@@ -84,7 +89,7 @@ def without_spills(kernels: Iterable[tuple[Spec, Config]], jobs: int) -> tuple[l
 
 
 def brief(config: Config) -> str:
-    words = [name for name in ("overlap", "pingpong", "persistent") if getattr(config, name)]
+    words = [switch.name for switch in SWITCHES if getattr(config, switch.name)]
     return " ".join([f"{config.tile_m}x{config.tile_n}", f"{config.stages} stages", *words])
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import ablation, forward, host, measure, peers, records, report, sweep
+from bench import ablation, forward, host, measure, peers, records, report, startup, sweep
 from bench.check import LIMIT, Check, parts
 from bench.machine import NoDevice, open_machine
 from bench.measure import Contender, Outcome, Pace
@@ -304,22 +304,96 @@ def test_output_bytes_are_o_and_lse():
 
 def test_the_first_call_is_refused_the_compiler():
     code = (
-        "import sys, subprocess\nfrom bench import first_call as f\n"
-        "sys.meta_path.insert(0, f.Forbidden()); sys.addaudithook(f.refuse_python)\n"
-        "for action in (lambda: __import__('cutlass.cute'), lambda: subprocess.run([sys.executable, '-c', ''])):\n"
+        "import sys, subprocess\nfrom bench import first_call as f\nfrom fa3.kernels import process\n"
+        "sys.meta_path.insert(0, f.Forbidden()); sys.addaudithook(f.refuse_compiler)\n"
+        "compiler = lambda: process.run(len, (), environment={}, notice=print)\n"
+        "for action in (lambda: __import__('cutlass.cute'), compiler):\n"
         "    try: action()\n"
         "    except (ImportError, RuntimeError) as e: print(e)\n"
-        "subprocess.run(['true'])\n"
+        "print(subprocess.run([sys.executable, '-c', '']).returncode)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "cutlass is forbidden here",
-        "a compiler was started: the kernel is not in the cache",
-    ]
+    words = ["cutlass is forbidden here", "a compiler was started: the kernel is not in the cache", "0"]
+    assert done.stdout.splitlines() == words
 
 
 # The commands
+
+
+def read_records(folder, suite):
+    return [json.loads(line) for line in (folder / "cpu" / f"{suite}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """Kernels compile at once and are plain PyTorch on the CPU; the one with 96 keys to a block does not load."""
+
+    def kernel(spec, config, shape, num_sms):
+        if config.tile_n == 96:
+            raise RuntimeError("no such kernel")
+        return lambda q, k, v, causal: attention(q, k, v, causal=causal)[0]
+
+    for module in (ablation, sweep):
+        monkeypatch.setattr(module, "compile_ahead", lambda kernels, jobs: {})
+        monkeypatch.setattr(module, "open_machine", lambda device, commit: open_machine("cpu", "abc"))
+    monkeypatch.setattr(ablation, "kernel", kernel)
+
+
+def test_the_ablation_records_every_order(no_kernels, tmp_path, capsys):
+    assert ablation.main(["--shapes", "tiny", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    rows = read_records(tmp_path, "ablation")
+    assert [(r["config"]["overlap"], r["config"]["pingpong"]) for r in rows] == list(ablation.SWITCHES.values())
+    assert all(set(r) == KEYS and r["impl"] == "ours" for r in rows)
+    assert "(1.000x)" in capsys.readouterr().out
+
+
+def test_the_sweep_records_what_loads_and_names_the_rest(no_kernels, tmp_path, capsys):
+    arguments = [
+        "--shapes",
+        "tiny",
+        "--tile-n",
+        "64",
+        "128",
+        "32",
+        "--warpgroups",
+        "2",
+        "--keep-spills",
+        "--rounds",
+        "1",
+    ]
+    assert sweep.main([*arguments, "--pingpong", "on", "--persistent", "off", "--out", str(tmp_path)]) == 0
+    assert [r["config"]["tile_n"] for r in read_records(tmp_path, "sweep")] == [64, 128]
+    out = capsys.readouterr().out
+    assert "3 kernels compiled, 0 dropped" in out and "best 2 of 3" in out and "RuntimeError: no such kernel" in out
+
+
+def test_startup_takes_a_new_cache_for_each_cold_start(monkeypatch, tmp_path, capsys):
+    calls = []
+    monkeypatch.setattr(startup, "open_machine", lambda device, commit: open_machine("cpu", "abc"))
+    monkeypatch.setattr(startup, "first_call", lambda mode, cache: calls.append((mode, cache)) or 0.25)
+    assert startup.main(["--repeats", "2", "--out", str(tmp_path)]) == 0
+    modes, caches = zip(*calls, strict=True)
+    assert modes == ("free", "free", "free", "forbidden", "forbidden")
+    assert len(set(caches)) == 3 and caches[2] == caches[3] == caches[4]
+    rows = read_records(tmp_path, "startup")
+    assert [(r["cpu_us"], r["config"]["cache"]) for r in rows] == [
+        (250000.0, c) for c in ("cold", "cold", "filled", "filled")
+    ]
+    assert "[red]" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("beyond, status", [(512, 0), (10**6, 1)])
+def test_host_fails_where_a_call_takes_more_than_its_outputs(monkeypatch, tmp_path, beyond, status):
+    monkeypatch.setattr(host, "open_machine", lambda device, commit: open_machine("cpu", "abc"))
+    monkeypatch.setattr(host, "host_sample", lambda calls, n: 20.0)
+    monkeypatch.setattr(host, "extra_bytes", lambda attention, shape, machine: host.output_bytes(shape) + beyond)
+    assert host.main(["--rounds", "2", "--out", str(tmp_path)]) == status
+    rows = read_records(tmp_path, "host")
+    assert [r["cpu_us"] for r in rows if r["impl"] == "ours"] == [20.0, None, None, None, None]
+    assert [r["config"]["extra_bytes"] - r["config"]["o_lse_bytes"] for r in rows if r["cpu_us"] is None] == [
+        beyond
+    ] * 4
 
 
 def run(module, *args):

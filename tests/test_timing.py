@@ -1,9 +1,12 @@
 """The clock with contenders that take no time: what is called, how often and in which order."""
 
+import contextlib
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fa3.testing import timing
 
@@ -82,3 +85,72 @@ def test_compare_measures_graph_eager_and_host_of_everyone(monkeypatch):
     assert result["bad"].note == "not captured: operation not permitted when stream is capturing"
     (graph,) = FakeGraph.made
     assert graph.num_calls == 200 and graph.replays == [3, 3, 3]  # 600 calls of 100 us are the 0.06 s
+
+
+class FakeCuda:
+    """Stands for torch.cuda: a replay fills the tensor `writes`, if there is one, and takes 60 us by the events."""
+
+    clock = 0.0
+    writes = None
+
+    def __init__(self, monkeypatch):
+        fake, cuda = self, torch.cuda
+
+        class Event:
+            def __init__(self, enable_timing):
+                self.at = None
+
+            def record(self):
+                self.at = fake.clock
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, other):
+                return other.at - self.at
+
+        class Replayable:
+            def replay(self):
+                fake.clock += 0.06
+                if fake.writes is not None:
+                    fake.writes.fill_(1.0)
+
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name, value in {
+            "Event": Event,
+            "CUDAGraph": Replayable,
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": lambda s: contextlib.nullcontext(),
+            "graph": lambda g, stream, capture_error_mode: contextlib.nullcontext(),
+            "synchronize": lambda: None,
+        }.items():
+            monkeypatch.setattr(cuda, name, value)
+
+
+def test_a_graph_is_captured_after_a_warm_up_and_timed_by_the_call(monkeypatch):
+    fake, used = FakeCuda(monkeypatch), []
+    fake.writes = torch.zeros(4)
+    calls = [lambda: used.append(0) or (fake.writes, "lse"), lambda: used.append(1) or (fake.writes, "lse")]
+    graph = timing.Graph(calls, 5)
+    assert used == [0, 1, 0, 1, 0, 1, 0]  # two to warm up, five captured
+    assert graph.sample(3) == pytest.approx(60.0 / 5)
+
+
+def test_a_graph_that_holds_nothing_is_refused(monkeypatch):
+    FakeCuda(monkeypatch)
+    out = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="leaves its output unwritten"):
+        timing.Graph([lambda: out], 5)
+    with pytest.raises(RuntimeError, match="returned no tensor"):
+        timing.Graph([lambda: None], 5)
+
+
+def test_eager_time_is_the_median_of_single_calls_by_events(monkeypatch):
+    fake = FakeCuda(monkeypatch)
+    lengths = iter([1.0, 9.0, 2.0])
+
+    def call():
+        fake.clock += next(lengths)
+
+    assert timing.eager_sample([call], 3) == 2000.0
