@@ -1,18 +1,37 @@
-"""Which Config a problem gets, with the measured reason for each row (docs/tuning.md has the figures)."""
+"""Which Config a problem gets. docs/tuning.md has the measurements behind every number here."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from fa3.kernels.forward.config import TILES, Config, Spec
 
 DTYPES = ("bfloat16", "float16")
+PADDING = 1.08  # a larger tile may compute this much more padding than a smaller one
+FILLED = 0.9  # of the multiprocessors, over all rounds of a persistent causal grid
+ALWAYS = 2**31
 
-SHAPES: dict[tuple[int, int], Config] = {
-    (64, 64): Config(warpgroups=3, tile_n=128),
-    (96, 96): Config(warpgroups=2, tile_n=128),
-    (128, 128): Config(warpgroups=2, tile_n=128),
-    (192, 128): Config(warpgroups=2, tile_n=128),
-    (192, 192): Config(warpgroups=2, tile_n=112),
-    (256, 256): Config(warpgroups=2, tile_n=80),
+
+@dataclass(frozen=True)
+class Row:
+    """One tile's choices, full and causal."""
+
+    large: Config  # where its padding is small beside the smaller tile's
+    small: Config | None = None
+    persistent_full: int = 1024  # up to this many keys: the share of a tile that is not its main loop is worth hiding
+    persistent_causal: int = 1024
+
+
+ROWS: dict[tuple[int, int], Row] = {
+    # 3 warpgroups keep the exponentials busier (+12 % at 4K and above); 192 rows do not divide 512 or 1024.
+    (64, 64): Row(Config(3, 128), Config(2, 128), persistent_causal=4096),
+    # With 3 warpgroups a thread has registers for 80 keys only, which is slower below 4K and no faster above.
+    (96, 96): Row(Config(2, 128), persistent_full=ALWAYS, persistent_causal=ALWAYS),
+    (128, 128): Row(Config(2, 128), persistent_full=4096, persistent_causal=4096),
+    (192, 128): Row(Config(2, 128), persistent_causal=ALWAYS),
+    # What shared memory holds. O leaves through Q's place, so that a persistent grid hides less.
+    (192, 192): Row(Config(2, 112)),
+    # 128 O registers a thread: rescaled under QK +4 % over rescaled among the exponentials. 80 does not divide 512.
+    (256, 256): Row(Config(2, 80, rescale_early=True), Config(2, 64, rescale_early=True)),
 }
 
 
@@ -20,12 +39,44 @@ def config_for(
     spec: Spec, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: int, batch: int, num_sms: int
 ) -> Config:
     """The Config for a problem of these sizes on a chip with num_sms multiprocessors."""
-    return SHAPES[spec.head_dim, spec.head_dim_v]
+    row = ROWS[spec.head_dim, spec.head_dim_v]
+    config = row.large
+    if row.small is not None and _padding(row.large, row.small, seqlen_q, seqlen_k) > PADDING:
+        config = row.small
+    limit = row.persistent_causal if spec.causal else row.persistent_full
+    persistent = seqlen_k <= limit and _fills(config, spec.causal, seqlen_q, heads * batch, num_sms)
+    return replace(config, persistent=persistent)
 
 
 def all_configs() -> Iterator[tuple[Spec, Config]]:
     """Every (Spec, Config) that config_for can return."""
     for dtype in DTYPES:
         for tile in TILES:
+            row = ROWS[tile]
             for causal in (False, True):
-                yield Spec(dtype, *tile, causal), SHAPES[tile]
+                spec = Spec(dtype, *tile, causal)
+                limit = row.persistent_causal if causal else row.persistent_full
+                for config in (row.large, row.small):
+                    if config is not None:
+                        yield spec, replace(config, persistent=False)
+                        if limit:
+                            yield spec, replace(config, persistent=True)
+
+
+def _padding(large: Config, small: Config, seqlen_q: int, seqlen_k: int) -> float:
+    """Scores that the large tile computes over those that the small one computes."""
+
+    def scores(c: Config) -> int:
+        return -(-seqlen_q // c.tile_m) * c.tile_m * -(-seqlen_k // c.tile_n) * c.tile_n
+
+    return scores(large) / scores(small)
+
+
+def _fills(config: Config, causal: bool, seqlen_q: int, sequences: int, num_sms: int) -> bool:
+    """Whether a persistent grid keeps the multiprocessors busy: more tiles than CTAs; causal, whole rounds of pairs."""
+    m_blocks = -(-seqlen_q // config.tile_m)
+    if not causal:
+        return m_blocks * sequences > num_sms
+    pairs = (m_blocks + 1) // 2 * sequences
+    rounds = -(-pairs // num_sms)
+    return pairs >= FILLED * rounds * num_sms
