@@ -1,0 +1,39 @@
+"""A few small calls for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/gpu/sanitizer_case.py`.
+
+The results are checked on the CPU, so that the attention kernel is nearly all that runs under the tool.
+"""
+
+import torch
+
+from fa3 import flash_attn_func
+from fa3.testing.inputs import Case, Inputs, make
+from fa3.testing.tolerance import expected
+
+CASES = (
+    Case("bfloat16", 1, 130, 200, 2, 2, 64, 64, True, layout="padded"),
+    Case("float16", 2, 65, 257, 1, 3, 128, 128, False),
+    Case("bfloat16", 1, 300, 129, 1, 1, 128, 128, True),  # queries without a key
+    Case("bfloat16", 1, 77, 333, 2, 1, 256, 256, True, layout="transposed"),
+    Case("float16", 1, 200, 190, 1, 2, 192, 128, True),
+    Case("bfloat16", 1, 1, 97, 1, 4, 72, 104, False, layout="misaligned"),
+)
+
+
+def main() -> None:
+    for case in CASES:
+        x = make(case, "cpu")
+        on_gpu = Inputs(*(t.new_empty(0, device="cuda").set_(*moved(t)) for t in x))
+        out, lse = flash_attn_func(*on_gpu, causal=case.causal, return_lse=True)
+        want = expected(*x, None, case.causal)
+        want.assert_out(out.cpu(), str(case))
+        want.assert_lse(lse.cpu(), str(case))
+        print("ok", case, flush=True)
+
+
+def moved(t: torch.Tensor) -> tuple:
+    """The whole storage on the GPU, and the view's place in it: a plain copy would lose strides and surroundings."""
+    return t.untyped_storage().cuda(), t.storage_offset(), t.shape, t.stride()
+
+
+if __name__ == "__main__":
+    main()
