@@ -1,6 +1,6 @@
-"""What the forward kernel is given (Spec) and what was chosen for it (Config): together the compile key and the cache key.
+"""What the forward kernel is given (Spec) and what was chosen for it (Config): together compile key and cache key.
 
-Plain frozen records: importing this module imports no compiler, so a kernel that is already on disk is found without one.
+Plain frozen records: importing this module imports no compiler, so a kernel on disk is found without one.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 SHARED_BYTES = 232448  # dynamic shared memory that one CTA may have on sm_90
 ELEMENT_BYTES = 2
-TILES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # (head_dim, head_dim_v), smallest first
+TILES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # head_dim and _v, smallest first
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Config:
     overlap: bool = True  # QK of the next block is issued before PV of this one
     pingpong: bool = True  # the warpgroups take turns at the tensor cores
     persistent: bool = False  # one CTA an SM that takes tile after tile; else one CTA a tile
-    rescale_early: bool = False  # overlap: O is rescaled under QK of the next block; else among this block's exponentials
+    rescale_early: bool = False  # with overlap: O is rescaled under the next QK, else among this block's exponentials
 
     @property
     def tile_m(self) -> int:
@@ -47,7 +47,7 @@ class Config:
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
 
     def o_over_q(self, spec: Spec) -> bool:
-        """Whether O leaves through Q's shared memory: always for a single tile, else where it has no room of its own."""
+        """Whether O leaves through Q's shared memory: of a single tile always, else where it has no room of its own."""
         own = ELEMENT_BYTES * self.tile_m * spec.head_dim_v
         return not self.persistent or self._shared_bytes(spec) + own > SHARED_BYTES
 

@@ -128,8 +128,9 @@ class Forward:
         head_map = HeadMap(heads // heads_kv)
         order = self.order(seqlen_q, seqlen_k, heads, batch, head_map.ratio)
         seqlen = DenseSeqlen(Lengths(seqlen_q, seqlen_k))
+        ctas = self.scheduler(order).ctas(num_sms)
         self.kernel(Q, K, V, O, mLSE, qk, pv, scale_log2, seqlen, head_map, order).launch(
-            grid=(self.scheduler(order).ctas(num_sms), 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(ctas, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     def order(self, seqlen_q, seqlen_k, heads, batch, ratio):

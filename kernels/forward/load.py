@@ -47,12 +47,8 @@ class DenseKV(NamedTuple):
     def feeds(self, seqlen: DenseSeqlen, tile: WorkTile) -> tuple[Feed, Feed]:
         """K and V of the tile's head, block by block."""
         head = self.heads.kv_head(tile.head)
-        gK = cute.local_tile(
-            seqlen.select(self.K.tensor, head, tile.batch), (self.tile_n, self.head_dim), (None, 0)
-        )
-        gV = cute.local_tile(
-            seqlen.select(self.V.tensor, head, tile.batch), (self.head_dim_v, self.tile_n), (0, None)
-        )
+        gK = cute.local_tile(seqlen.select(self.K.tensor, head, tile.batch), (self.tile_n, self.head_dim), (None, 0))
+        gV = cute.local_tile(seqlen.select(self.V.tensor, head, tile.batch), (self.head_dim_v, self.tile_n), (0, None))
         k = Feed.create(self.k_ring, self.K.atom, gK, self.sK)
         v = Feed.create(self.v_ring, self.V.atom, gV, self.sV)
         return k, v

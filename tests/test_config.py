@@ -1,0 +1,73 @@
+"""Every Config that heuristics can return fits the chip, and config_for returns no other."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa3.heuristics import DTYPES, all_configs, config_for
+from fa3.kernels.forward.config import SHARED_BYTES, TILES, Config, Spec, tile_for
+
+REGISTERS = 65536  # of an SM, for the one CTA that runs on it
+sizes = st.integers(1, 20000)
+heads = st.integers(1, 64)
+
+
+@pytest.mark.parametrize(("spec", "config"), list(all_configs()), ids=str)
+def test_config_fits_the_chip(spec, config):
+    assert config.shared_bytes(spec) <= SHARED_BYTES
+    producer, consumer = config.registers
+    assert 128 * (producer + config.warpgroups * consumer) <= REGISTERS
+    assert producer % 8 == consumer % 8 == 0 and 24 <= producer and consumer <= 256
+    assert config.tile_n % 16 == 0 and config.tile_n <= 256  # steps of PV; the N of one WGMMA
+    # Accumulators of S and O and P as an operand, in 32-bit registers, with room for the rest of the loop.
+    assert config.tile_n // 2 + spec.head_dim_v // 2 + config.tile_n // 4 <= consumer - 30
+
+
+def test_all_configs_are_distinct_and_cover_every_tile():
+    pairs = list(all_configs())
+    assert len(set(pairs)) == len(pairs)
+    kinds = {(s.dtype, s.head_dim, s.head_dim_v, s.causal) for s, _ in pairs}
+    assert kinds == {(d, *t, c) for d in DTYPES for t in TILES for c in (False, True)}
+
+
+@given(st.sampled_from(DTYPES), st.sampled_from(TILES), st.booleans(), sizes, sizes, heads, heads, sizes, sizes)
+def test_config_for_returns_what_all_configs_lists(dtype, tile, causal, seqlen_q, seqlen_k, kv, ratio, batch, num_sms):
+    spec = Spec(dtype, *tile, causal)
+    config = config_for(spec, seqlen_q, seqlen_k, kv * ratio, kv, batch, num_sms)
+    assert (spec, config) in set(all_configs())
+
+
+@given(st.integers(1, 256), st.integers(1, 256))
+def test_tile_holds_both_head_dims_and_none_smaller_does(head_dim, head_dim_v):
+    tile = tile_for(head_dim, head_dim_v)
+    assert tile in TILES and head_dim <= tile[0] and head_dim_v <= tile[1]
+    for other in TILES:
+        if head_dim <= other[0] and head_dim_v <= other[1]:
+            assert tile[0] * tile[1] <= other[0] * other[1]
+
+
+def test_known_choices():
+    """bf16, 132 SMs: the rows of docs/tuning.md."""
+
+    def choice(tile, causal, seqlen, heads, batch):
+        return config_for(Spec("bfloat16", *tile, causal), seqlen, seqlen, heads, heads, batch, 132)
+
+    assert choice((128, 128), False, 16384, 16, 1) == Config(2, 128)
+    assert choice((128, 128), True, 1024, 16, 16) == Config(2, 128, persistent=True)
+    assert choice((64, 64), True, 512, 32, 32) == Config(2, 128, persistent=True)
+    assert choice((64, 64), False, 16384, 32, 1) == Config(3, 128)
+    assert choice((256, 256), False, 512, 8, 32) == Config(2, 64, rescale_early=True, persistent=True)
+    assert choice((256, 256), True, 16384, 8, 1) == Config(2, 80, rescale_early=True)
+
+
+def test_a_causal_grid_that_would_leave_multiprocessors_idle_is_not_persistent():
+    """8 heads of 2048 queries are 64 pairs of tiles for 132 multiprocessors."""
+    assert not config_for(Spec("bfloat16", 128, 128, True), 2048, 2048, 8, 8, 1, 132).persistent
+
+
+def test_shared_bytes_of_the_largest():
+    """hd256, 128 x 80, 2 stages: Q 64 KiB, K and V 80 KiB each, 10 barriers, an alignment gap."""
+    spec = Spec("bfloat16", 256, 256, False)
+    assert Config(2, 80).shared_bytes(spec) == 65536 + 4 * 40960 + 80 + 1024
+    assert Config(2, 80, persistent=True).o_over_q(spec)
+    assert not Config(2, 128, persistent=True).o_over_q(Spec("bfloat16", 128, 128, False))
