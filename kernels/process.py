@@ -15,7 +15,14 @@ from typing import Any
 
 # What a user may have set for other programs and what would change the code made, or how the child starts.
 FOREIGN = ("CUTE_DSL_", "CUTE_EXPERIMENTAL_DSL_", "PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONOPTIMIZE")
-START = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); import {module} as process; process.serve()"
+START = """
+import sys
+sys.path[:] = filter(None, sys.path)  # "": the working directory, where a file may have the name of a module
+import pickle
+sys.path[:] = pickle.load(sys.stdin.buffer)
+import {module} as process
+process.serve()
+"""
 NOTICE_SECONDS = 1.0
 
 

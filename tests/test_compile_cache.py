@@ -485,6 +485,14 @@ def test_a_compile_that_fails(toy, monkeypatch):
     refuses_a_cpu_tensor(compile.load(*toy))
 
 
+def test_the_working_directory_is_nobodys(toy, tmp_path, monkeypatch):
+    """A file there that has the name of a module is not what the compiler's process imports."""
+    monkeypatch.chdir(tmp_path)
+    for module in ("pickle", "cutlass", "toy_kernel"):
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError('the wrong file')")
+    assert compile.prepare(*toy).is_file()
+
+
 def test_no_interpreter(toy, monkeypatch):
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(compile.CompileError, match="needs a Python interpreter"):
