@@ -88,9 +88,10 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -
 
 
 def config_of(problem: Problem, num_sms: int) -> Config:
-    """The Config that the heuristics choose for it on a chip of that many SMs."""
+    """The Config that the heuristics choose for it on a chip of that many SMs; an empty size is taken as 1."""
     p = problem
-    return config_for(p.spec, p.seqlen_q, p.seqlen_k, p.heads, p.heads_kv, p.batch, num_sms)
+    sizes = (max(1, size) for size in (p.seqlen_q, p.seqlen_k, p.heads, p.heads_kv, p.batch))
+    return config_for(p.spec, *sizes, num_sms)
 
 
 def strides_for(tensor: Tensor) -> Strides | None:

@@ -207,17 +207,18 @@ def test_any_valid_problem_validates(case):
         assert found.num_tiles(tile_m) == case.batch * case.heads * math.ceil(case.seqlen_q / tile_m)
 
 
-SHAPE = st.one_of(
-    st.tuples(
-        st.sampled_from([1, 2]),
-        st.sampled_from([1, 3]),
-        st.sampled_from([0, 1, 2, 3]),
-        st.sampled_from([0, 4, 8, 12, 16, 256, 264]),
-    ),
-    st.lists(st.integers(0, 2), max_size=5).map(tuple),
+SIZES = st.tuples(
+    st.sampled_from([0, 1, 2]),  # batch
+    st.sampled_from([0, 1, 3]),  # seqlen of q
+    st.sampled_from([0, 1, 4]),  # of k and v
+    st.sampled_from([1, 2]),  # heads of k and v
+    st.sampled_from([0, 1, 3]),  # heads of q over them
+    st.sampled_from([8, 16, 256]),  # head dim
+    st.sampled_from([8, 24]),  # of v
 )
+CHANGE = st.tuples(st.sampled_from("qkv"), st.integers(0, 3), st.sampled_from([0, 1, 2, 3, 4, 8, 12, 264]))
 DTYPE = st.sampled_from([torch.bfloat16, torch.bfloat16, torch.float16, torch.int8])
-SCALE = st.sampled_from([None, 0.0, 0, 1, 0.5, -1.0, math.nan, math.inf, "1"])
+SCALE = st.sampled_from([None, None, 0.0, 0, 1, 0.5, -1.0, math.nan, math.inf, "1"])
 
 
 def is_valid(q, k, v, scale) -> bool:
@@ -237,12 +238,18 @@ def is_valid(q, k, v, scale) -> bool:
 
 
 @settings(deadline=None, max_examples=300)
-@given(SHAPE, SHAPE, SHAPE, st.tuples(DTYPE, DTYPE, DTYPE), SCALE, st.booleans(), st.booleans(), st.booleans())
-def test_any_combination_is_right_or_refused(q, k, v, dtypes, scale, same_kv, same_dtype, same_q):
-    k = q if same_q else k
-    v = k if same_kv else v
-    dtypes = dtypes[:1] * 3 if same_dtype else dtypes
-    q, k, v = (torch.ones(shape, dtype=dtype) for shape, dtype in zip((q, k, v), dtypes, strict=True))
+@given(SIZES, st.lists(CHANGE, max_size=2), st.sampled_from([(), (), (0,), (1,), (2,)]), DTYPE, DTYPE, SCALE)
+def test_any_combination_is_right_or_refused(sizes, changes, odd_ones, dtype, other, scale):
+    batch, seqlen_q, seqlen_k, heads_kv, ratio, head_dim, head_dim_v = sizes
+    shapes = {
+        "q": [batch, seqlen_q, heads_kv * ratio, head_dim],
+        "k": [batch, seqlen_k, heads_kv, head_dim],
+        "v": [batch, seqlen_k, heads_kv, head_dim_v],
+    }
+    for name, dim, size in changes:
+        shapes[name][dim] = size
+    dtypes = [other if i in odd_ones else dtype for i in range(3)]
+    q, k, v = (torch.ones(shape, dtype=d) for shape, d in zip(shapes.values(), dtypes, strict=True))
     if is_valid(q, k, v, scale):
         out, lse = fa3.flash_attn_func(q, k, v, scale, return_lse=True)
         seen = float(k.shape[1] > 0)
