@@ -23,14 +23,15 @@ def console(stderr: bool = False) -> "Console":
 
 
 def table(title: str, *columns: str, text_columns: int = 1) -> "Table":
-    """A table whose first `text_columns` columns are text and whose others are numbers."""
+    """A table whose first `text_columns` columns are text, which folds, and whose others are numbers, which do not."""
     from rich import box
     from rich.table import Table
 
     result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     result.padding, result.pad_edge = (0, 1, 0, 0), False  # as many columns as fit into a terminal of 80
     for position, name in enumerate(columns):
-        result.add_column(name, justify="left" if position < text_columns else "right", no_wrap=True)
+        is_text = position < text_columns
+        result.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
     return result
 
 

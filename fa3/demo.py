@@ -71,9 +71,9 @@ def recorded() -> list[Layer]:
 
 def show_errors(screen, layers: list[Layer], device: str) -> bool:
     """A row per layer and type; whether all of them obey the tolerance rule."""
-    title = "Error against float64, beside that of the same formula in plain PyTorch in the same precision"
+    title = "Error against float64, and plain PyTorch's in the same precision"
     errors = ("max\nfa3", "max\ntorch", "\nratio", "mean\nfa3", "mean\ntorch", "\nratio")
-    columns = ("layer", "type", *errors, "allowed")
+    columns = ("layer", "type", *errors, "holds")
     shown = table(title, *columns, text_columns=2)
     within = True
     for layer in layers:
@@ -92,7 +92,7 @@ def show_errors(screen, layers: list[Layer], device: str) -> bool:
             )  # fmt: skip
     screen.print(shown)
     most, mean = tolerance.MAX_FACTOR, tolerance.MEAN_FACTOR
-    screen.print(f"Allowed: the largest error at most {most} times PyTorch's, the mean error at most {mean} times.")
+    screen.print(f"Holds: the largest error at most {most} times PyTorch's, the mean error at most {mean} times.")
     return within
 
 

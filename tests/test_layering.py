@@ -114,7 +114,7 @@ def test_file_names_name_an_idea():
 def test_kernels_and_quant_are_links_to_namespace_packages():
     for name in ("kernels", "quant"):
         link = ROOT / "fa3" / name
-        assert link.is_symlink() and link.readlink() == Path("..") / name
+        assert link.is_symlink() and link.readlink() == Path("..") / name and link.is_dir()
         assert not list((ROOT / name).rglob("__init__.py"))
 
 
