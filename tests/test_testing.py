@@ -70,6 +70,13 @@ def test_slabs_change_nothing(monkeypatch, at_once, causal):
     torch.testing.assert_close(plain(*x, 0.3, causal), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("heads_at_once", [1, 3, 6, 7])
+def test_slabs_of_few_heads_change_nothing(monkeypatch, heads_at_once):
+    x = Inputs(*(t.double() for t in make(CASE, "cpu")))
+    monkeypatch.setattr(tolerance, "HEADS_AT_ONCE", heads_at_once)
+    torch.testing.assert_close(exact(*x), reference.attention(*x), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 4), (4, 0)])
 def test_slabs_of_nothing(seqlen_q, seqlen_k):
     out, lse = exact(*make(dataclasses.replace(CASE, seqlen_q=seqlen_q, seqlen_k=seqlen_k), "cpu"))

@@ -27,6 +27,7 @@ RMSE_LIMITS = {"float16": 1.6e-4, "bfloat16": 1.3e-3}  # by the protocol of `rms
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}  # rounding of a 1.x
 
 SCORES_AT_ONCE = 1 << 27  # float64 scores that the reference holds: 1 GB
+HEADS_AT_ONCE = 50_000  # matrix products in a batch: some libraries put them into a grid dimension of 65535
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,8 @@ def _in_slabs(function: Callable, q, k, v, softmax_scale, causal) -> tuple[torch
     """
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     ratio, a_head = heads // heads_kv, max(1, seqlen_q * seqlen_k)
-    batches = max(1, SCORES_AT_ONCE // (a_head * heads))
-    groups = max(1, SCORES_AT_ONCE // (a_head * ratio))
+    heads_at_once = min(HEADS_AT_ONCE, SCORES_AT_ONCE // a_head)
+    batches, groups = max(1, heads_at_once // max(1, heads)), max(1, heads_at_once // max(1, ratio))
     rows = max(1, SCORES_AT_ONCE // max(1, seqlen_k * ratio))
     out = lse = None
     for b in range(0, batch, batches):

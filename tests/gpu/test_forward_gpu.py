@@ -179,7 +179,7 @@ def test_rmse_by_the_papers_protocol(dtype):
     assert rmse(out, exact(*x)[0]) <= RMSE_LIMITS[dtype]
 
 
-@pytest.mark.parametrize(("batch", "heads_kv", "ratio"), [(70000, 1, 1), (3, 22000, 1), (9000, 2, 4), (1, 1, 66000)])
+@pytest.mark.parametrize(("batch", "heads_kv", "ratio"), [(70000, 1, 1), (3, 22000, 1), (9000, 2, 4), (2, 1, 33000)])
 def test_more_batches_and_heads_than_a_grid_dimension(batch, heads_kv, ratio):
     for causal in (False, True):
         verify(make(Case("bfloat16", batch, 3, 5, heads_kv, ratio, 64, 64), DEVICE), None, causal)
