@@ -193,7 +193,7 @@ def test_parameters_are_taken_where_no_gradient_is_wanted():
     "sizes", [dict(batch=0), dict(seqlen_q=0), dict(ratio=0), dict(seqlen_k=0), dict(seqlen_k=0, causal=True)]
 )
 def test_empty_problems(sizes):
-    poison("cuda", 1 << 24)
+    poison((1 << 24,), torch.bfloat16, "cuda")
     case = Case(**{**dict(batch=2, seqlen_q=130, seqlen_k=70, heads_kv=2), **sizes})
     out, lse = attend(*make(case, "cuda"), case.causal)
     assert out.shape == (case.batch, case.seqlen_q, case.heads, 64) and torch.equal(out, torch.zeros_like(out))
@@ -326,7 +326,7 @@ def test_odd_strides_of_single_element_dimensions():
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_slices_of_a_fused_projection(head_dim):
     """B21 (a)."""
-    poison("cuda")
+    poison((1 << 24,), torch.bfloat16, "cuda")
     torch.manual_seed(0)
     width = 4 * head_dim
     linear = torch.nn.Linear(width, 3 * width, device="cuda", dtype=torch.bfloat16)
