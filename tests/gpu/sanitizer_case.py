@@ -16,6 +16,8 @@ CASES = (
     Case("bfloat16", 1, 77, 333, 2, 1, 256, 256, True, layout="transposed"),
     Case("float16", 1, 200, 190, 1, 2, 192, 128, True),
     Case("bfloat16", 1, 1, 97, 1, 4, 72, 104, False, layout="misaligned"),
+    Case("bfloat16", 11, 300, 300, 6, 4, 128, 128, True),  # persistent grids: each CTA takes several tiles
+    Case("float16", 4, 200, 130, 6, 4, 256, 256, False),
 )
 
 

@@ -25,4 +25,4 @@ def test_nothing_found(tool):
     command = [TOOL, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, str(SCRIPT)]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{tool} exit {done.returncode}:\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    assert done.stdout.count("ok Case(") == 6
+    assert done.stdout.count("ok Case(") == 8
