@@ -13,6 +13,9 @@ from cutlass import Float32
 
 from ..prims.wgmma import ROWS, rows
 
+# scale * S - offset is one fused multiply-add, and the offset was rounded: the result is off by up to offset * 2^-24,
+# the same for a whole row. Up to here that is at most a quarter; far above it would overflow exp2.
+EXACT_OFFSET = 2.0**22
 CHAINS = 4  # independent accumulators of a reduction over registers: hides the latency of one
 
 
@@ -39,6 +42,10 @@ def add(a, b):
     return a + b
 
 
+def magnitude(x: Float32) -> Float32:
+    return cute.arch.fmax(x, -x)
+
+
 class Softmax(NamedTuple):
     """State of one warpgroup's rows.
 
@@ -48,8 +55,9 @@ class Softmax(NamedTuple):
 
     scale_log2: Float32  # softmax scale * log2(e)
     row_max: cute.Tensor  # (2) of the unscaled scores
+    scaled_max: cute.Tensor  # (2) row_max * scale_log2
     row_sum: cute.Tensor  # (2, 2) this thread's part, two independent sums a row
-    offset: cute.Tensor  # (2) scaled max that the block's scores lose
+    offset: cute.Tensor  # (2) what the block's scaled scores lose: scaled_max, 0 for a row without a key
     factor: cute.Tensor  # (2) what O must be multiplied with before it takes the block
 
     @staticmethod
@@ -57,7 +65,7 @@ class Softmax(NamedTuple):
         def state(shape):
             return cute.make_rmem_tensor(shape, Float32)
 
-        return Softmax(scale_log2, state(ROWS), state((ROWS, 2)), state(ROWS), state(ROWS))
+        return Softmax(scale_log2, state(ROWS), state(ROWS), state((ROWS, 2)), state(ROWS), state(ROWS))
 
     def reset(self):
         self.row_sum.fill(0.0)
@@ -73,16 +81,22 @@ class Softmax(NamedTuple):
             new = [cute.arch.fmax(new[r], self.row_max[r]) for r in range(ROWS)]
         new = [quad(cute.arch.fmax, x) for x in new]
         for r in cutlass.range_constexpr(ROWS):
-            row_max = new[r]
-            base = row_max
+            scaled_max = new[r] * self.scale_log2
+            self.offset[r] = scaled_max
             if cutlass.const_expr(check_inf):  # a row without a key so far: exp2(-inf - 0) = 0, not NaN
-                base = Float32(0.0) if row_max == -Float32.inf else row_max
-            self.offset[r] = base * self.scale_log2
+                self.offset[r] = Float32(0.0) if new[r] == -Float32.inf else scaled_max
             if cutlass.const_expr(not is_first):
-                self.factor[r] = cute.math.exp2(self.row_max[r] * self.scale_log2 - self.offset[r], fastmath=True)
+                self.factor[r] = cute.math.exp2(self.scaled_max[r] - self.offset[r], fastmath=True)
                 for chain in cutlass.range_constexpr(2):
                     self.row_sum[r, chain] = self.row_sum[r, chain] * self.factor[r]
-            self.row_max[r] = row_max
+            self.row_max[r] = new[r]
+            self.scaled_max[r] = scaled_max
+        if cute.arch.vote_any_sync(cute.arch.fmax(magnitude(self.offset[0]), magnitude(self.offset[1])) > EXACT_OFFSET):
+            for r in cutlass.range_constexpr(ROWS):
+                base = Float32(0.0) if new[r] == -Float32.inf else new[r]
+                for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                    S[r, c] = S[r, c] - base  # before the scale, so that the max itself gives exactly 0
+                self.offset[r] = Float32(0.0)
 
     def exponentiate(self, acc_S: cute.Tensor, k: int):
         """exp2(scale * S - offset) of the 16 keys of one step k of PV, in place: 8 values a thread."""
@@ -98,4 +112,4 @@ class Softmax(NamedTuple):
         for r in cutlass.range_constexpr(ROWS):
             total = quad(add, self.row_sum[r, 0] + self.row_sum[r, 1])
             inverse[r] = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-            lse[r] = (self.row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * math.log(2)
+            lse[r] = (self.scaled_max[r] + cute.math.log2(total, fastmath=True)) * math.log(2)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 SHARED_BYTES = 232448  # dynamic shared memory that one CTA may have on sm_90
 ELEMENT_BYTES = 2
-TILES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # head_dim and _v, smallest first
+TILES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # (head_dim, head_dim_v)
 
 
 @dataclass(frozen=True)
