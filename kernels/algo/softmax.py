@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from ..prims.wgmma import ROWS, rows
 
-# scale * S - offset is one fused multiply-add, and the offset was rounded: the result is off by up to offset * 2^-24,
-# the same for a whole row. Up to here that is at most a quarter; far above it would overflow exp2.
-EXACT_OFFSET = 2.0**22
+# Scaled scores up to here: S * scale - offset is one fused multiply-add, and the offset was rounded, so that a row's P is
+# off by a common factor of up to 2^(EXACT * 2^-25). Beyond, that factor would overflow; there fp32 scores are 16 apart
+# and more, and a scale that is a power of two makes the product exact: the largest score gives P = 1, others next to 0.
+EXACT = 2.0**28
 CHAINS = 4  # independent accumulators of a reduction over registers: hides the latency of one
 
 
@@ -46,6 +47,12 @@ def magnitude(x: Float32) -> Float32:
     return cute.arch.fmax(x, -x)
 
 
+def next_power_of_two(x: Float32) -> Float32:
+    """The smallest that is not below a positive normal x."""
+    mantissa = 0x7FFFFF
+    return ((x.bitcast(Int32) + mantissa) & ~mantissa).bitcast(Float32)
+
+
 class Softmax(NamedTuple):
     """State of one warpgroup's rows.
 
@@ -54,18 +61,25 @@ class Softmax(NamedTuple):
     """
 
     scale_log2: Float32  # softmax scale * log2(e)
+    coarse_scale: Float32  # the next power of two
+    exact_max: Float32  # row_max whose scaled value is EXACT
     row_max: cute.Tensor  # (2) of the unscaled scores
-    scaled_max: cute.Tensor  # (2) row_max * scale_log2
+    scaled_max: cute.Tensor  # (2) row_max * row_scale
+    row_scale: cute.Tensor  # (2) scale_log2, or coarse_scale for a row of huge scores
     row_sum: cute.Tensor  # (2, 2) this thread's part, two independent sums a row
     offset: cute.Tensor  # (2) what the block's scaled scores lose: scaled_max, 0 for a row without a key
     factor: cute.Tensor  # (2) what O must be multiplied with before it takes the block
 
     @staticmethod
     def create(scale_log2: Float32) -> "Softmax":
-        def state(shape):
+        def state(shape=ROWS):
             return cute.make_rmem_tensor(shape, Float32)
 
-        return Softmax(scale_log2, state(ROWS), state(ROWS), state((ROWS, 2)), state(ROWS), state(ROWS))
+        # NOTE: not below scale_log2, so that a row that turns to the coarse scale only moves away from its old max.
+        coarse = next_power_of_two(scale_log2)
+        exact_max = EXACT * cute.arch.rcp_approx(scale_log2)
+        sums = state((ROWS, 2))
+        return Softmax(scale_log2, coarse, exact_max, state(), state(), state(), sums, state(), state())
 
     def reset(self):
         self.row_sum.fill(0.0)
@@ -81,7 +95,8 @@ class Softmax(NamedTuple):
             new = [cute.arch.fmax(new[r], self.row_max[r]) for r in range(ROWS)]
         new = [quad(cute.arch.fmax, x) for x in new]
         for r in cutlass.range_constexpr(ROWS):
-            scaled_max = new[r] * self.scale_log2
+            self.row_scale[r] = self.scale_log2 if magnitude(new[r]) <= self.exact_max else self.coarse_scale
+            scaled_max = new[r] * self.row_scale[r]
             self.offset[r] = scaled_max
             if cutlass.const_expr(check_inf):  # a row without a key so far: exp2(-inf - 0) = 0, not NaN
                 self.offset[r] = Float32(0.0) if new[r] == -Float32.inf else scaled_max
@@ -91,18 +106,12 @@ class Softmax(NamedTuple):
                     self.row_sum[r, chain] = self.row_sum[r, chain] * self.factor[r]
             self.row_max[r] = new[r]
             self.scaled_max[r] = scaled_max
-        if cute.arch.vote_any_sync(cute.arch.fmax(magnitude(self.offset[0]), magnitude(self.offset[1])) > EXACT_OFFSET):
-            for r in cutlass.range_constexpr(ROWS):
-                base = Float32(0.0) if new[r] == -Float32.inf else new[r]
-                for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                    S[r, c] = S[r, c] - base  # before the scale, so that the max itself gives exactly 0
-                self.offset[r] = Float32(0.0)
 
     def exponentiate(self, acc_S: cute.Tensor, k: int):
-        """exp2(scale * S - offset) of the 16 keys of one step k of PV, in place: 8 values a thread."""
+        """exp2(row_scale * S - offset) of the 16 keys of one step k of PV, in place: 8 values a thread."""
         for j in range(8):
             row, chain = j // 2 % 2, j % 2
-            p = cute.math.exp2(acc_S[8 * k + j] * self.scale_log2 - self.offset[row], fastmath=True)
+            p = cute.math.exp2(acc_S[8 * k + j] * self.row_scale[row] - self.offset[row], fastmath=True)
             acc_S[8 * k + j] = p
             self.row_sum[row, chain] = self.row_sum[row, chain] + p
 
@@ -112,4 +121,4 @@ class Softmax(NamedTuple):
         for r in cutlass.range_constexpr(ROWS):
             total = quad(add, self.row_sum[r, 0] + self.row_sum[r, 1])
             inverse[r] = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-            lse[r] = (self.scaled_max[r] + cute.math.log2(total, fastmath=True)) * math.log(2)
+            lse[r] = (self.row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * math.log(2)
