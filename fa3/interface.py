@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa3 import ops  # registers torch.ops.fa3.forward
+from fa3 import launch, ops  # ops registers torch.ops.fa3.forward
 from fa3.device import chip
 from fa3.explanation import Explanation, explanation_of
 from fa3.problem import (
@@ -101,7 +101,8 @@ def flash_attn_func(
         check_scale(softmax_scale)
     if not isinstance(causal, bool):
         check_flag("causal", causal)
-    out, lse = _forward(q, k, v, softmax_scale, causal)
+    run = launch.forward if ops.is_plain(q, k, v) else _forward
+    out, lse = run(q, k, v, softmax_scale, causal)
     return (out, lse) if return_attn_probs or return_lse else out
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, contiguous_format, empty_like
 from torch.cuda import current_device
 
 from fa3.device import chip
@@ -33,8 +33,8 @@ Strides = tuple[int, ...]
 
 class Plan(NamedTuple):
     run: Callable[..., object] | None  # None: an empty problem
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
+    out_like: Tensor  # one element, expanded: `empty_like` takes shape, dtype and device from it, in 3/4 of the time
+    lse_like: Tensor  # that `new_empty` takes
     device: int
     num_sms: int
     strides: tuple[Strides | None, Strides | None, Strides | None] | None  # to be given to q, k, v; None: as they are
@@ -57,9 +57,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool)
         if len(_plans) >= PLANS_MAX:
             _plans.clear()
         _plans[key] = plan
-    run, out_shape, lse_shape, device, num_sms, strides = plan
-    out = q.new_empty(out_shape)
-    lse = q.new_empty(lse_shape, dtype=torch.float32)
+    run, out_like, lse_like, device, num_sms, strides = plan
+    out = empty_like(out_like, memory_format=contiguous_format)
+    lse = empty_like(lse_like, memory_format=contiguous_format)
     if run is None:
         return out.zero_(), lse.fill_(-math.inf)
     if strides is not None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT != 0:
@@ -84,7 +84,9 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -
     run = None if problem.is_empty else load(problem.spec, config)
     wanted = (strides_for(q), strides_for(k), strides_for(v))
     strides = None if wanted == (None, None, None) else wanted
-    return Plan(run, problem.out_shape, problem.lse_shape, device, found.num_sms, strides)
+    out_like = q.new_empty(1).expand(problem.out_shape)
+    lse_like = q.new_empty(1, dtype=torch.float32).expand(problem.lse_shape)
+    return Plan(run, out_like, lse_like, device, found.num_sms, strides)
 
 
 def config_of(problem: Problem, num_sms: int) -> Config:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
+from torch import _C, Tensor, is_grad_enabled
+from torch.autograd import forward_ad, profiler
+from torch.compiler import is_compiling
 
 from fa3 import launch
 from fa3.device import ASSUMED
@@ -58,12 +59,32 @@ def _elsewhere(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bo
 
 
 def _autograd(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         check_gradients(q, k, v)
     if forward_ad._current_level >= 0:
         check_tangents(q, k, v)
-    with torch._C._AutoDispatchBelowAutograd():
+    with _C._AutoDispatchBelowAutograd():
         return _forward(q, k, v, softmax_scale, causal)
+
+
+def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the dispatcher would do nothing but find the CUDA kernel: eager code on plain CUDA tensors.
+
+    Such a call may go to `launch.forward` itself, which halves its host time. Everything that wants to see an operator
+    (compilers, tracers, profilers, modes, function transforms, autograd) makes the answer False.
+    """
+    return (
+        not is_compiling()
+        and type(q) is type(k) is type(v) is Tensor
+        and q.is_cuda
+        and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        and _C._len_torch_dispatch_stack() == 0
+        and _C._len_torch_function_stack() == 0
+        and _C._functorch.maybe_current_level() is None
+        and _C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and not profiler._is_profiler_enabled
+    )
 
 
 def check_tangents(*tensors: Tensor) -> None:

@@ -9,8 +9,12 @@ import time
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa3
+from fa3 import ops
 from fa3.testing.inputs import Case, lay_out, make, poison
 from fa3.testing.tolerance import expected
 
@@ -209,6 +213,49 @@ def test_scale_zero_weighs_the_keys_that_are_seen_alike(causal):
     means = v[0, :, 0].double().cumsum(0) / torch.arange(1, 301, device="cuda")[:, None]
     wanted = means if causal else means[-1:].expand(300, -1)
     torch.testing.assert_close(out[0, :, 0].double(), wanted, rtol=0, atol=4e-3)
+
+
+# The short way past the dispatcher
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_calls_go_straight_to_the_kernel_and_give_the_operators_bits():
+    q, k, v = make(Case(seqlen_q=100, seqlen_k=200, heads_kv=2, ratio=2, head_dim_v=128), "cuda")
+    assert ops.is_plain(q, k, v)
+    assert_equal(attend(q, k, v), torch.ops.fa3.forward(q, k, v, 64**-0.5, False))
+
+
+def test_whoever_looks_sees_the_operator():
+    q, k, v = make(Case(seqlen_q=100, seqlen_k=100), "cuda")
+    wanted = attend(q, k, v)
+    with Seen() as seen:
+        assert not ops.is_plain(q, k, v)
+        assert_equal(attend(q, k, v), wanted)
+    assert torch.ops.fa3.forward.default in seen.operators
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attend(q, k, v)
+    assert "fa3::forward" in {event.key for event in profile.key_averages()}
+    with DeviceContext("cuda"):
+        assert not ops.is_plain(q, k, v)
+
+
+def test_derivatives_are_not_lost_on_the_short_way():
+    q, k, v = make(Case(seqlen_q=100, seqlen_k=100), "cuda")
+    assert not ops.is_plain(torch.nn.Parameter(q), k, v)
+    assert not ops.is_plain(q, k.clone().requires_grad_(True), v)
+    with pytest.raises(NotImplementedError, match="gradient"):
+        torch.func.grad(lambda x: fa3.flash_attn_func(x, k, v).float().sum())(q)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="tangent"):
+        fa3.flash_attn_func(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
 
 
 # Graphs, synchronisation, time, memory
