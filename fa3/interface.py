@@ -24,8 +24,9 @@ from fa3.problem import (
     split_packed,
 )
 
-_forward = ops._forward
+_forward, is_plain = ops._forward, ops.is_plain
 
+NEUTRAL = (None, None, None, None, (-1, -1), 0, 0.0, 1, None, 0)  # of what is not supported yet
 # What is imported on a call, and the package that brings it.
 REQUIRED = {
     "cutlass": "nvidia-cutlass-dsl",
@@ -85,24 +86,20 @@ def flash_attn_func(
         fa3.kernels.compile.CompilerMissing, LoaderMissing: a package is missing that compiles or loads the kernel; the
             message says what to install.
     """
-    if (
-        (qv is not None or q_descale is not None or k_descale is not None or v_descale is not None)
-        or (window_size != (-1, -1) or attention_chunk != 0 or softcap != 0.0)
-        or (num_splits != 1 or pack_gqa or sm_margin != 0)
-    ):
-        check_later_arguments(
-            qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin
-        )
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        check_are_tensors(q=q, k=k, v=v)
-    if softmax_scale is None:
-        softmax_scale = default_scale(q)
-    elif not isinstance(softmax_scale, float):
-        check_scale(softmax_scale)
+    later = (
+        qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin
+    )  # fmt: skip
+    if later != NEUTRAL:
+        check_later_arguments(*later)
     if not isinstance(causal, bool):
         check_flag("causal", causal)
-    run = launch.forward if ops.is_plain(q, k, v) else _forward
-    out, lse = run(q, k, v, softmax_scale, causal)
+    if softmax_scale is not None and not isinstance(softmax_scale, float):
+        check_scale(softmax_scale)
+    if is_plain(q, k, v):
+        out, lse = launch.forward(q, k, v, softmax_scale, causal)
+    else:
+        check_are_tensors(q=q, k=k, v=v)
+        out, lse = _forward(q, k, v, default_scale(q) if softmax_scale is None else softmax_scale, causal)
     return (out, lse) if return_attn_probs or return_lse else out
 
 

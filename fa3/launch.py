@@ -1,6 +1,6 @@
 """Validated tensors -> outputs, on the current stream of their device: allocate, fetch the compiled kernel, call it.
 
-What a call needs beyond its tensors (kernel, output shapes, device) is a Plan, made once for the shapes, strides and
+What a call needs beyond its tensors (kernel, output shapes, device) is a Plan, made once for the shapes, types and
 devices of a call and found again by one dictionary hit, so that a repeated call costs microseconds of host time.
 
 What TMA can take: a data pointer that is a multiple of 16 bytes, and strides that are multiples of 8 elements in every
@@ -22,10 +22,22 @@ from fa3.device import chip
 from fa3.heuristics import config_for
 from fa3.kernels.compile import load
 from fa3.kernels.forward.config import Config
-from fa3.problem import LOG2_E, MAX_SCALE, SMALLEST_SCALE, Problem, check_chip, check_sizes, problem_of
+from fa3.problem import (
+    LOG2_E,
+    MAX_SCALE,
+    SMALLEST_SCALE,
+    Problem,
+    check_chip,
+    check_scale,
+    check_sizes,
+    check_tensors,
+    default_scale,
+    problem_of,
+)
 
 TMA_ALIGNMENT = 16  # bytes
 STRIDE_STEP = 8  # elements: 16 bytes of a 16-bit type
+REFUSALS = (ValueError, TypeError)  # what the compiled function raises before it launches
 PLANS_MAX = 4096  # forgotten all together, so that ever new lengths do not fill the memory
 
 Strides = tuple[int, ...]
@@ -35,58 +47,65 @@ class Plan(NamedTuple):
     run: Callable[..., object] | None  # None: an empty problem
     out_like: Tensor  # one element, expanded: `empty_like` takes shape, dtype and device from it, in 3/4 of the time
     lse_like: Tensor  # that `new_empty` takes
+    scale_log2: float  # of the default scale
     device: int
     num_sms: int
-    strides: tuple[Strides | None, Strides | None, Strides | None] | None  # to be given to q, k, v; None: as they are
 
 
 _plans: dict[tuple, Plan] = {}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """O (B, Sq, Hq, Dv) in q's dtype and LSE (B, Hq, Sq) in fp32, both contiguous. Never waits for the device."""
-    # fmt: off
-    key = (
-        q.dtype, q.shape, q.stride(), q.device, k.dtype, k.shape, k.stride(), k.device,
-        v.dtype, v.shape, v.stride(), v.device, causal,
-    )
-    # fmt: on
+def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """O (B, Sq, Hq, Dv) in q's dtype and LSE (B, Hq, Sq) in fp32, both contiguous. Never waits for the device.
+
+    Strides and addresses are not part of the plan: the compiled function looks at them in every call anyway and
+    refuses, before it launches anything, what TMA cannot take. Only then are they looked at here.
+    """
+    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, causal)
     plan = _plans.get(key)
-    if plan is None or not 0.0 <= softmax_scale <= MAX_SCALE:
-        plan = _plan(q, k, v, softmax_scale, causal)
+    if plan is None:
+        plan = _plan(q, k, v, causal)
         if len(_plans) >= PLANS_MAX:
             _plans.clear()
         _plans[key] = plan
-    run, out_like, lse_like, device, num_sms, strides = plan
+    run, out_like, lse_like, scale_log2, device, num_sms = plan
+    if softmax_scale is not None:
+        if not 0.0 <= softmax_scale <= MAX_SCALE:
+            check_scale(softmax_scale)
+        scale_log2 = max(softmax_scale, SMALLEST_SCALE) * LOG2_E
+    if run is None:
+        check_tensors(q, k, v)
+        return out_like.new_zeros(out_like.shape), lse_like.new_full(lse_like.shape, -math.inf)
     out = empty_like(out_like, memory_format=contiguous_format)
     lse = empty_like(lse_like, memory_format=contiguous_format)
-    if run is None:
-        return out.zero_(), lse.fill_(-math.inf)
-    if strides is not None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT != 0:
-        wanted = strides or (None, None, None)
-        q, k, v = fitted(q, wanted[0]), fitted(k, wanted[1]), fitted(v, wanted[2])
-    scale_log2 = max(softmax_scale, SMALLEST_SCALE) * LOG2_E
-    if current_device() == device:
-        run(q, k, v, out, lse, scale_log2, num_sms)
-    else:
+    if current_device() != device:
         with torch.cuda.device(device):
+            _run(run, q, k, v, out, lse, scale_log2, num_sms)
+    else:
+        try:
             run(q, k, v, out, lse, scale_log2, num_sms)
+        except REFUSALS:
+            _run(run, q, k, v, out, lse, scale_log2, num_sms)
     return out, lse
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Plan:
-    problem = problem_of(q, k, v, softmax_scale, causal)
+def _run(run: Callable[..., object], q: Tensor, k: Tensor, v: Tensor, *others: object) -> None:
+    """With tensors that the compiled function takes, or the error that says why they cannot be had."""
+    check_tensors(q, k, v)
+    run(fitted(q), fitted(k), fitted(v), *others)
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Plan:
+    problem = problem_of(q, k, v, default_scale(q), causal)
     device = q.get_device()
     found = chip(device)
     check_chip(found)
     config = config_of(problem, found.num_sms)
     check_sizes(problem, config)
     run = None if problem.is_empty else load(problem.spec, config)
-    wanted = (strides_for(q), strides_for(k), strides_for(v))
-    strides = None if wanted == (None, None, None) else wanted
     out_like = q.new_empty(1).expand(problem.out_shape)
     lse_like = q.new_empty(1, dtype=torch.float32).expand(problem.lse_shape)
-    return Plan(run, out_like, lse_like, device, found.num_sms, strides)
+    return Plan(run, out_like, lse_like, default_scale(q) * LOG2_E, device, found.num_sms)
 
 
 def config_of(problem: Problem, num_sms: int) -> Config:
@@ -115,8 +134,9 @@ def why_copied(tensor: Tensor, address: int | None) -> str:
     return ""
 
 
-def fitted(tensor: Tensor, strides: Strides | None) -> Tensor:
-    """The tensor as TMA can take it: itself, the same memory under `strides`, or a contiguous copy."""
+def fitted(tensor: Tensor) -> Tensor:
+    """The tensor as TMA can take it: itself, the same memory under other strides, or a contiguous copy."""
+    strides = strides_for(tensor)
     if tensor.data_ptr() % TMA_ALIGNMENT or (strides and any(stride % STRIDE_STEP for stride in strides[:-1])):
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor if strides is None else tensor.as_strided(tensor.shape, strides)

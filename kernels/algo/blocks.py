@@ -1,4 +1,4 @@
-"""Which key blocks a query tile takes."""
+"""Which queries a tile holds and which key blocks it takes."""
 
 from typing import NamedTuple
 
@@ -19,11 +19,25 @@ class Blocks(NamedTuple):
         return self.count - 1 - i
 
 
-def key_blocks(m_block, lengths: Lengths, tile_m: int, tile_n: int, causal: bool) -> Blocks:
-    """Blocks beyond the diagonal are left out. A tile that sees no key takes one block, wholly masked."""
+def first_row(m_block, lengths: Lengths, tile_m: int, causal: bool):
+    """The query that tile m_block begins with.
+
+    Causal tiles are counted from the last query: the one that is not full, which then begins before query 0, is the
+    one with the fewest keys.
+    """
+    if not causal:
+        return m_block * tile_m
+    return lengths.q - (ceil_div(lengths.q, tile_m) - m_block) * tile_m
+
+
+def key_blocks(row, lengths: Lengths, tile_m: int, tile_n: int, causal: bool) -> Blocks:
+    """Of the query tile that begins at `row`; blocks beyond the diagonal are left out.
+
+    A tile that sees no key takes one block, wholly masked.
+    """
     count, masked = ceil_div(lengths.k, tile_n), 1
     if causal:
-        seen_first = m_block * tile_m + 1 + lengths.k - lengths.q  # keys that the tile's first row sees
+        seen_first = row + 1 + lengths.k - lengths.q  # keys that the tile's first row sees
         seen_last = cutlass.max(seen_first + tile_m - 1, 1)
         count = cutlass.min(count, ceil_div(seen_last, tile_n))
         masked = cutlass.max(count - cutlass.max(seen_first, 0) // tile_n, 1)

@@ -14,7 +14,7 @@ L2_BYTES = 32 * 2**20  # K and V of the heads of a section stay under this (the 
 
 
 class WorkTile(NamedTuple):
-    m_block: Int32
+    m_block: Int32  # query tile: see blocks.first_row
     head: Int32  # of Q
     batch: Int32
     nth: Int32  # tiles that this CTA did before

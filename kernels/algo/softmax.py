@@ -13,9 +13,9 @@ from cutlass import Float32, Int32
 
 from ..prims.wgmma import ROWS, rows
 
-# Scaled scores up to here: S * scale - offset is one fused multiply-add, and the offset was rounded, so that a row's P is
-# off by a common factor of up to 2^(EXACT * 2^-25). Beyond, that factor would overflow; there fp32 scores are 16 apart
-# and more, and a scale that is a power of two makes the product exact: the largest score gives P = 1, others next to 0.
+# Scaled scores up to here: S * scale - offset is one fused multiply-add, and the offset was rounded, so that a row's P
+# is off by a common factor of up to 2^(EXACT * 2^-25). Beyond, that factor would overflow; there fp32 scores are 16
+# apart and more, and a power of two as the scale makes the product exact: P is 1 for the largest score, else about 0.
 EXACT = 2.0**28
 CHAINS = 4  # independent accumulators of a reduction over registers: hides the latency of one
 
@@ -64,10 +64,9 @@ class Softmax(NamedTuple):
     coarse_scale: Float32  # the next power of two
     exact_max: Float32  # row_max whose scaled value is EXACT
     row_max: cute.Tensor  # (2) of the unscaled scores
-    scaled_max: cute.Tensor  # (2) row_max * row_scale
     row_scale: cute.Tensor  # (2) scale_log2, or coarse_scale for a row of huge scores
     row_sum: cute.Tensor  # (2, 2) this thread's part, two independent sums a row
-    offset: cute.Tensor  # (2) what the block's scaled scores lose: scaled_max, 0 for a row without a key
+    offset: cute.Tensor  # (2) what the block's scaled scores lose: row_max * row_scale, 0 for a row without a key
     factor: cute.Tensor  # (2) what O must be multiplied with before it takes the block
 
     @staticmethod
@@ -75,11 +74,10 @@ class Softmax(NamedTuple):
         def state(shape=ROWS):
             return cute.make_rmem_tensor(shape, Float32)
 
-        # NOTE: not below scale_log2, so that a row that turns to the coarse scale only moves away from its old max.
         coarse = next_power_of_two(scale_log2)
         exact_max = EXACT * cute.arch.rcp_approx(scale_log2)
         sums = state((ROWS, 2))
-        return Softmax(scale_log2, coarse, exact_max, state(), state(), state(), sums, state(), state())
+        return Softmax(scale_log2, coarse, exact_max, state(), state(), sums, state(), state())
 
     def reset(self):
         self.row_sum.fill(0.0)
@@ -96,16 +94,16 @@ class Softmax(NamedTuple):
         new = [quad(cute.arch.fmax, x) for x in new]
         for r in cutlass.range_constexpr(ROWS):
             self.row_scale[r] = self.scale_log2 if magnitude(new[r]) <= self.exact_max else self.coarse_scale
-            scaled_max = new[r] * self.row_scale[r]
-            self.offset[r] = scaled_max
+            base = new[r]
             if cutlass.const_expr(check_inf):  # a row without a key so far: exp2(-inf - 0) = 0, not NaN
-                self.offset[r] = Float32(0.0) if new[r] == -Float32.inf else scaled_max
+                base = Float32(0.0) if base == -Float32.inf else base
+            self.offset[r] = base * self.row_scale[r]
             if cutlass.const_expr(not is_first):
-                self.factor[r] = cute.math.exp2(self.scaled_max[r] - self.offset[r], fastmath=True)
+                # NOTE: the difference first, so that an unchanged max gives exactly 1, block after block.
+                self.factor[r] = cute.math.exp2((self.row_max[r] - base) * self.row_scale[r], fastmath=True)
                 for chain in cutlass.range_constexpr(2):
                     self.row_sum[r, chain] = self.row_sum[r, chain] * self.factor[r]
             self.row_max[r] = new[r]
-            self.scaled_max[r] = scaled_max
 
     def exponentiate(self, acc_S: cute.Tensor, k: int):
         """exp2(row_scale * S - offset) of the 16 keys of one step k of PV, in place: 8 values a thread."""

@@ -13,7 +13,7 @@ TILES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # 
 
 @dataclass(frozen=True)
 class Spec:
-    """The problem as the compiler sees it. Sizes, strides, the GQA ratio and the softmax scale are run-time arguments."""
+    """The problem as the compiler sees it. Sizes, strides, GQA ratio and softmax scale are run-time arguments."""
 
     entry: ClassVar[str] = "fa3.kernels.forward.kernel"  # module whose `signature(spec, config)` is compiled
 

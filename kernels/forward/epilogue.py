@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 from cutlass.cute.nvgpu import cpasync, warp
 
 from ..algo.scheduler import WorkTile
@@ -37,10 +37,10 @@ class OutputTile(NamedTuple):
 
     @cute.jit
     def store(
-        self, acc_O: cute.Tensor, tiled_mma: cute.TiledMma, seqlen: DenseSeqlen, tile: WorkTile, row_tile: Int32,
+        self, acc_O: cute.Tensor, tiled_mma: cute.TiledMma, seqlen: DenseSeqlen, tile: WorkTile, row: Int32,
         thread: Int32,
     ):  # fmt: skip
-        """acc_O (64, head_dim_v) -> sO -> O, rows past the end of the sequence clipped. `thread` of the warpgroup."""
+        """acc_O (64, head_dim_v) -> sO -> O from `row` on, clipped to the sequence. `thread` of the warpgroup."""
         rO = cute.make_rmem_tensor(acc_O.shape, self.sO.element_type)
         rO.store(acc_O.load().to(self.sO.element_type))
         to_shared = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.sO.element_type)
@@ -54,8 +54,8 @@ class OutputTile(NamedTuple):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
         if warp_in_group == 0:
-            mO = seqlen.select(self.operand.tensor, tile.head, tile.batch)
-            gO = cute.local_tile(mO, (64, self.head_dim_v), (row_tile, 0))
+            mO = cute.domain_offset((row, 0), seqlen.select(self.operand.tensor, tile.head, tile.batch))
+            gO = cute.local_tile(mO, (64, self.head_dim_v), (0, 0))
             s, g = cpasync.tma_partition(
                 self.operand.atom, 0, cute.make_layout(1), cute.group_modes(self.sO, 0, 2), cute.group_modes(gO, 0, 2)
             )
@@ -74,5 +74,5 @@ def store_lse(lse: cute.Tensor, mLSE: cute.Tensor, row: Int32, column: Int32):
     """lse (2) of rows row and row + 8, by the lane that holds column 0 -> mLSE (seqlen_q)."""
     if column == 0:
         for r in cutlass.range_constexpr(ROWS):
-            if row + 8 * r < mLSE.shape[0]:
+            if Uint32(row + 8 * r) < Uint32(mLSE.shape[0]):  # nor below 0
                 mLSE[row + 8 * r] = lse[r]

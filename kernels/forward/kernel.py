@@ -25,7 +25,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..algo.blocks import Blocks, ceil_div, key_blocks
+from ..algo.blocks import Blocks, ceil_div, first_row, key_blocks
 from ..algo.gqa import HeadMap
 from ..algo.mask import Mask
 from ..algo.scheduler import Folded, Grid, InOrder, LongestFirst, OneTile, Persistent, WorkTile, section_in_l2
@@ -57,11 +57,14 @@ class Producer(NamedTuple):
 
     def blocks(self, tile: WorkTile) -> Blocks:
         c = self.config
-        return key_blocks(tile.m_block, self.seqlen.of(tile.batch), c.tile_m, c.tile_n, self.spec.causal)
+        return key_blocks(self.row(tile), self.seqlen.of(tile.batch), c.tile_m, c.tile_n, self.spec.causal)
+
+    def row(self, tile: WorkTile) -> Int32:
+        return first_row(tile.m_block, self.seqlen.of(tile.batch), self.config.tile_m, self.spec.causal)
 
     def run(self, tile: WorkTile, blocks: Blocks):
         k, v = self.kv.feeds(self.seqlen, tile)
-        self.query.put(self.seqlen, tile)
+        self.query.put(self.seqlen, tile, self.row(tile))
         load_kv(k, v, blocks, tile.base)
 
 
@@ -77,21 +80,21 @@ class Consumer(NamedTuple):
     spec: Spec
     config: Config
 
-    blocks = Producer.blocks
+    blocks, row = Producer.blocks, Producer.row
 
     def run(self, tile: WorkTile, blocks: Blocks):
         a, c, thread = self.attention, self.config, self.thread
-        lengths = self.seqlen.of(tile.batch)
-        row_tile = tile.m_block * c.warpgroups + self.warpgroup
-        row, column = row_tile * 64 + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+        first = self.row(tile) + 64 * self.warpgroup
+        row, column = first + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+        mask = Mask(row, column, self.seqlen.of(tile.batch), c.tile_n, self.spec.causal)
         self.q_ring.wait_full(tile.nth)
-        attend(self.schedule, a, Mask(row, column, lengths, c.tile_n, self.spec.causal), blocks, tile.base)
+        attend(self.schedule, a, mask, blocks, tile.base)
         self.output.before_last_values(tile)
         self.schedule.last(a, tile.base + blocks.count - 1)
         inverse, lse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
         a.softmax.finish(inverse, lse)
         scale_rows(a.acc_O, inverse)
-        self.output.store(a.acc_O, a.pv, self.seqlen, tile, row_tile, thread)
+        self.output.store(a.acc_O, a.pv, self.seqlen, tile, first, thread)
         store_lse(lse, self.mLSE[tile.batch, tile.head, None], row, column)
 
 

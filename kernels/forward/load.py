@@ -23,11 +23,11 @@ class QuerySource(NamedTuple):
     warpgroups: int
     head_dim: int
 
-    def put(self, seqlen: DenseSeqlen, tile: WorkTile):
-        mQ = seqlen.select(self.operand.tensor, tile.head, tile.batch)
+    def put(self, seqlen: DenseSeqlen, tile: WorkTile, row: Int32):
+        """The tile's queries from `row` on; zeros for those before the first and after the last of the sequence."""
+        mQ = cute.domain_offset((row, 0), seqlen.select(self.operand.tensor, tile.head, tile.batch))
         gQ = cute.local_tile(mQ, (64, self.head_dim), (None, 0))
-        q = Feed.create(self.ring, self.operand.atom, gQ, self.sQ)
-        q.put_all(tile.nth, tile.m_block * self.warpgroups, self.warpgroups)
+        Feed.create(self.ring, self.operand.atom, gQ, self.sQ).put_all(tile.nth, self.warpgroups)
 
 
 class DenseKV(NamedTuple):
