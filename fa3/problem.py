@@ -17,7 +17,7 @@ KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 CHECKING_DTYPES = (torch.float32, torch.float64)  # CPU only: the reference in higher precision
 DEVICES = ("cuda", "cpu", "meta")
 HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 256
-INT32_MAX = 2**31 - 1  # sizes and the grid are 32-bit on the device; offsets are not
+SIZE_MAX = 2**31 - 2**16  # sizes and tiles are counted in 32 bits on the device, with room for a tile; offsets in 64
 LOG2_E = 1.4426950408889634
 MAX_SCALE = torch.finfo(torch.float32).max / LOG2_E  # the kernel takes softmax_scale * log2(e) in fp32
 # Stands for a scale of 0, where a masked score would become -inf * 0 = NaN: all keys weigh alike.
@@ -141,13 +141,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_sizes(problem: Problem, config: Config) -> None:
     """What the device counts in 32 bits."""
     for name in ("batch", "seqlen_q", "seqlen_k", "heads"):
-        if getattr(problem, name) > INT32_MAX:
-            raise ValueError(f"{name} is {getattr(problem, name)}; allowed: at most {INT32_MAX}")
+        if getattr(problem, name) > SIZE_MAX:
+            raise ValueError(f"{name} is {getattr(problem, name)}; allowed: at most {SIZE_MAX}")
     tiles = problem.num_tiles(config.tile_m)
-    if tiles > INT32_MAX:
+    if tiles > SIZE_MAX:
         raise ValueError(
             f"q of shape {(problem.batch, problem.seqlen_q, problem.heads, problem.head_dim)} makes {tiles} work tiles "
-            f"(batch * heads * seqlen_q / {config.tile_m}); allowed: at most {INT32_MAX}. Split the batch"
+            f"(batch * heads * seqlen_q / {config.tile_m}); allowed: at most {SIZE_MAX}. Split the batch"
         )
 
 

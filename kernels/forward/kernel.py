@@ -38,7 +38,7 @@ from ..prims.wgmma import ROWS, scale_rows
 from .config import ELEMENT_BYTES, Config, Spec
 from .epilogue import OutputTile, store_lse
 from .load import DenseKV, QuerySource, load_kv
-from .mma import Attention, InTurn, Overlapped, attend
+from .mma import AmongExponentials, Attention, InTurn, Overlapped, UnderQK, attend
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
@@ -222,7 +222,7 @@ class Forward:
             softmax=Softmax.create(scale_log2),
             turns=Turns(wg, c.warpgroups, TURNS_BARRIER) if c.pingpong else NoTurns(),
             tile_n=c.tile_n,
-            rescale_early=c.rescale_early,
+            rescaling=UnderQK() if c.rescale_early else AmongExponentials(),
         )
 
 

@@ -35,7 +35,7 @@ class Attention(NamedTuple):
     softmax: Softmax
     turns: object  # Turns or NoTurns
     tile_n: int
-    rescale_early: bool  # see Config
+    rescaling: object  # UnderQK or AmongExponentials: when O is multiplied with the softmax's factor
 
     @property
     def steps(self) -> int:
@@ -58,22 +58,18 @@ class Attention(NamedTuple):
         for i in range(4 * k, 4 * k + 4):
             pairs[i] = pack(acc_S[2 * i], acc_S[2 * i + 1], self.rP.element_type)
 
-    def rescale_o(self, k: int):
-        """The share of O that goes with step k."""
-        size = cute.size(self.acc_O)
-        scale_rows(self.acc_O, self.softmax.factor, size * k // self.steps, size * (k + 1) // self.steps)
-
-    def make_p(self, acc_S: cute.Tensor):
+    def make_p(self, acc_S: cute.Tensor, beside=lambda k: None):
+        """beside(k): what goes with step k."""
         for k in range(self.steps):
             self.softmax.exponentiate(acc_S, k)
             self.keep_p(acc_S, k)
+            beside(k)
 
-    def make_p_and_rescale(self, acc_S: cute.Tensor):
-        """NOTE: step by step, so that ptxas puts O's multiplications under the latency of exp2."""
-        for k in range(self.steps):
-            self.softmax.exponentiate(acc_S, k)
-            self.keep_p(acc_S, k)
-            self.rescale_o(k)
+    def rescale_o(self, k: int | None = None):
+        """O, or the share of it that goes with step k."""
+        size, steps = cute.size(self.acc_O), self.steps
+        first, last = (0, size) if k is None else (size * k // steps, size * (k + 1) // steps)
+        scale_rows(self.acc_O, self.softmax.factor, first, last)
 
     @cute.jit
     def values(self, i: Int32):
@@ -82,6 +78,25 @@ class Attention(NamedTuple):
         self.issue_pv(i)
         warpgroup.wait_group(0)
         self.v_ring.release(i)
+
+
+class AmongExponentials:
+    """O takes a block's factor step by step beside the exponentials: ptxas puts it under the latency of exp2."""
+
+    def before_pv(self, a: Attention): ...
+
+    def make_p(self, a: Attention, acc_S: cute.Tensor):
+        a.make_p(acc_S, a.rescale_o)
+
+
+class UnderQK:
+    """O takes the last block's factor while the next QK runs: where O is large, nothing else hides it."""
+
+    def before_pv(self, a: Attention):
+        a.rescale_o()
+
+    def make_p(self, a: Attention, acc_S: cute.Tensor):
+        a.make_p(acc_S)
 
 
 class InTurn(NamedTuple):
@@ -104,7 +119,7 @@ class InTurn(NamedTuple):
         if mask is not None:
             mask.apply(acc_S, n_block)
         a.softmax.update(acc_S, is_first=is_first, check_inf=mask is not None)
-        a.make_p(acc_S) if is_first else a.make_p_and_rescale(acc_S)
+        a.make_p(acc_S) if is_first else a.make_p(acc_S, a.rescale_o)
         a.values(i)
 
     def last(self, a: Attention, i: Int32): ...
@@ -127,8 +142,7 @@ class Overlapped(NamedTuple):
         a.k_ring.wait_full(i)
         a.turns.take()
         acc_S = a.issue_qk(i)
-        if cutlass.const_expr(a.rescale_early):
-            scale_rows(a.acc_O, a.softmax.factor)
+        a.rescaling.before_pv(a)
         a.v_ring.wait_full(i - 1)
         a.issue_pv(i - 1)
         a.turns.give()
@@ -141,14 +155,10 @@ class Overlapped(NamedTuple):
         # multiplications and packing would stand after the exponentials instead of among them: 6-11 % slower.
         warpgroup.wait_group(0)
         a.v_ring.release(i - 1)
-        if cutlass.const_expr(a.rescale_early):
-            a.make_p(acc_S)
-        else:
-            a.make_p_and_rescale(acc_S)
+        a.rescaling.make_p(a, acc_S)
 
     def last(self, a: Attention, i: Int32):
-        if a.rescale_early:
-            scale_rows(a.acc_O, a.softmax.factor)
+        a.rescaling.before_pv(a)
         a.values(i)
 
 
