@@ -7,6 +7,8 @@ from cutlass import Int32
 
 from .seqlen import Lengths
 
+WARPGROUP_ROWS = 64
+
 
 class Blocks(NamedTuple):
     """Key blocks of one query tile, taken right to left: first those that need a mask, then those that do not."""
@@ -20,14 +22,15 @@ class Blocks(NamedTuple):
 
 
 def first_row(m_block, lengths: Lengths, tile_m: int, causal: bool):
-    """The query that tile m_block begins with.
+    """The query that tile m_block begins with, a multiple of 64: the rows of a warpgroup.
 
     Causal tiles are counted from the last query: the one that is not full, which then begins before query 0, is the
     one with the fewest keys.
     """
     if not causal:
         return m_block * tile_m
-    return lengths.q - (ceil_div(lengths.q, tile_m) - m_block) * tile_m
+    end = ceil_div(lengths.q, WARPGROUP_ROWS) * WARPGROUP_ROWS
+    return end - (ceil_div(lengths.q, tile_m) - m_block) * tile_m
 
 
 def key_blocks(row, lengths: Lengths, tile_m: int, tile_n: int, causal: bool) -> Blocks:

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 from cutlass.cute.nvgpu import cpasync, warp
 
+from ..algo.blocks import WARPGROUP_ROWS
 from ..algo.scheduler import WorkTile
 from ..algo.seqlen import DenseSeqlen
 from ..prims.ring import Ring
@@ -40,7 +41,10 @@ class OutputTile(NamedTuple):
         self, acc_O: cute.Tensor, tiled_mma: cute.TiledMma, seqlen: DenseSeqlen, tile: WorkTile, row: Int32,
         thread: Int32,
     ):  # fmt: skip
-        """acc_O (64, head_dim_v) -> sO -> O from `row` on, clipped to the sequence. `thread` of the warpgroup."""
+        """acc_O (64, head_dim_v) -> sO -> O from `row` on, clipped at its end. `thread` of the warpgroup.
+
+        NOTE: rows before query 0 must not reach the store: TMA traps on a negative coordinate there.
+        """
         rO = cute.make_rmem_tensor(acc_O.shape, self.sO.element_type)
         rO.store(acc_O.load().to(self.sO.element_type))
         to_shared = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.sO.element_type)
@@ -54,12 +58,12 @@ class OutputTile(NamedTuple):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
         if warp_in_group == 0:
-            mO = cute.domain_offset((row, 0), seqlen.select(self.operand.tensor, tile.head, tile.batch))
-            gO = cute.local_tile(mO, (64, self.head_dim_v), (0, 0))
-            s, g = cpasync.tma_partition(
-                self.operand.atom, 0, cute.make_layout(1), cute.group_modes(self.sO, 0, 2), cute.group_modes(gO, 0, 2)
-            )
-            cute.copy(self.operand.atom, s, g)
+            if row >= 0:
+                mO = seqlen.select(self.operand.tensor, tile.head, tile.batch)
+                gO = cute.local_tile(mO, (WARPGROUP_ROWS, self.head_dim_v), (row // WARPGROUP_ROWS, 0))
+                s, g = (cute.group_modes(x, 0, 2) for x in (self.sO, gO))
+                s, g = cpasync.tma_partition(self.operand.atom, 0, cute.make_layout(1), s, g)
+                cute.copy(self.operand.atom, s, g)
             cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(self.over_q):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..algo.blocks import Blocks
+from ..algo.blocks import WARPGROUP_ROWS, Blocks
 from ..algo.gqa import HeadMap
 from ..algo.scheduler import WorkTile
 from ..algo.seqlen import DenseSeqlen
@@ -24,10 +24,15 @@ class QuerySource(NamedTuple):
     head_dim: int
 
     def put(self, seqlen: DenseSeqlen, tile: WorkTile, row: Int32):
-        """The tile's queries from `row` on; zeros for those before the first and after the last of the sequence."""
-        mQ = cute.domain_offset((row, 0), seqlen.select(self.operand.tensor, tile.head, tile.batch))
-        gQ = cute.local_tile(mQ, (64, self.head_dim), (None, 0))
-        Feed.create(self.ring, self.operand.atom, gQ, self.sQ).put_all(tile.nth, self.warpgroups)
+        """The tile's queries from `row` on, zeros past the last of the sequence.
+
+        A warpgroup that begins before query 0 gets the first rows in their stead: it has nothing to store.
+        """
+        mQ = seqlen.select(self.operand.tensor, tile.head, tile.batch)
+        gQ = cute.local_tile(mQ, (WARPGROUP_ROWS, self.head_dim), (None, 0))
+        first = row // WARPGROUP_ROWS
+        places = [cutlass.max(first + i, 0) for i in range(self.warpgroups)]
+        Feed.create(self.ring, self.operand.atom, gQ, self.sQ).put_all(tile.nth, places)
 
 
 class DenseKV(NamedTuple):

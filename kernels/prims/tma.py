@@ -40,8 +40,8 @@ class Feed(NamedTuple):
         """Tile number `tile` into ring position i."""
         cute.copy(self.atom, self.g[None, tile], self.s[None, self.ring.stage(i)], tma_bar_ptr=self.ring.claim(i))
 
-    def put_all(self, i, stages: int):
-        """The first tiles, one into every stage, under the barrier of ring position i: a ring of one position."""
+    def put_all(self, i, tiles: list):
+        """One tile into every stage, under the barrier of ring position i: a ring of one position."""
         full = self.ring.claim(i)
-        for stage in range(stages):
-            cute.copy(self.atom, self.g[None, stage], self.s[None, stage], tma_bar_ptr=full)
+        for stage, tile in enumerate(tiles):
+            cute.copy(self.atom, self.g[None, tile], self.s[None, stage], tma_bar_ptr=full)
