@@ -79,7 +79,6 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.is_cuda
         and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         and _C._len_torch_dispatch_stack() == 0
-        and _C._len_torch_function_stack() == 0
         and _C._functorch.maybe_current_level() is None
         and _C._get_tracing_state() is None
         and forward_ad._current_level < 0

@@ -40,7 +40,7 @@ class Recorder:
 
         def run(*arguments):
             call = Call(*arguments)
-            if not all(takeable(tensor) for tensor in call[:3]):
+            if not all(takeable(tensor) and tensor.dtype == call.q.dtype for tensor in call[:3]):
                 raise ValueError("as the compiled function does")
             self.calls.append(call)
 

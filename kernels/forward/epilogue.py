@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync, warp
 
 from ..algo.blocks import WARPGROUP_ROWS
@@ -76,7 +76,7 @@ class OutputTile(NamedTuple):
 @cute.jit
 def store_lse(lse: cute.Tensor, mLSE: cute.Tensor, row: Int32, column: Int32):
     """lse (2) of rows row and row + 8, by the lane that holds column 0 -> mLSE (seqlen_q)."""
-    if column == 0:
+    if column == 0 and row >= 0:
         for r in cutlass.range_constexpr(ROWS):
-            if Uint32(row + 8 * r) < Uint32(mLSE.shape[0]):  # nor below 0
+            if row + 8 * r < mLSE.shape[0]:
                 mLSE[row + 8 * r] = lse[r]
