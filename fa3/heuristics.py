@@ -17,6 +17,7 @@ class Row:
 
     large: Config  # where its padding is small beside the smaller tile's
     small: Config | None = None
+    long: Config | None = None  # instead of large, beyond the persistent limit
     persistent_full: int = 1024  # up to this many keys: the share of a tile that is not its main loop is worth hiding
     persistent_causal: int = 1024
 
@@ -26,7 +27,8 @@ ROWS: dict[tuple[int, int], Row] = {
     (64, 64): Row(Config(3, 128), Config(2, 128), persistent_causal=4096),
     # With 3 warpgroups a thread has registers for 80 keys only, which is slower below 4K and no faster above.
     (96, 96): Row(Config(2, 128), persistent_full=ALWAYS, persistent_causal=ALWAYS),
-    (128, 128): Row(Config(2, 128), persistent_full=4096, persistent_causal=4096),
+    # At 16K the turns of ping-pong cost 2 %; up to 1K they gain as much.
+    (128, 128): Row(Config(2, 128), None, Config(2, 128, pingpong=False), persistent_full=4096, persistent_causal=4096),
     (192, 128): Row(Config(2, 128), persistent_causal=ALWAYS),
     # What shared memory holds. O leaves through Q's place, so that a persistent grid hides less.
     (192, 192): Row(Config(2, 112)),
@@ -41,9 +43,9 @@ def config_for(spec: Spec, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: i
     config = row.large
     if row.small is not None and _padding(row.large, row.small, seqlen_q, seqlen_k) > PADDING:
         config = row.small
-    limit = row.persistent_causal if spec.causal else row.persistent_full
-    persistent = seqlen_k <= limit and _fills(config, spec.causal, seqlen_q, heads * batch, num_sms)
-    return replace(config, persistent=persistent)
+    if seqlen_k > (row.persistent_causal if spec.causal else row.persistent_full):
+        return row.long or config
+    return replace(config, persistent=_fills(config, spec.causal, seqlen_q, heads * batch, num_sms))
 
 
 def all_configs() -> Iterator[tuple[Spec, Config]]:
@@ -51,14 +53,10 @@ def all_configs() -> Iterator[tuple[Spec, Config]]:
     for dtype in DTYPES:
         for tile in TILES:
             row = ROWS[tile]
+            chosen = [row.large, row.small, row.long]
+            chosen += [replace(config, persistent=True) for config in (row.large, row.small) if config is not None]
             for causal in (False, True):
-                spec = Spec(dtype, *tile, causal)
-                limit = row.persistent_causal if causal else row.persistent_full
-                for config in (row.large, row.small):
-                    if config is not None:
-                        yield spec, replace(config, persistent=False)
-                        if limit:
-                            yield spec, replace(config, persistent=True)
+                yield from ((Spec(dtype, *tile, causal), config) for config in chosen if config is not None)
 
 
 def _padding(large: Config, small: Config, seqlen_q: int, seqlen_k: int) -> float:

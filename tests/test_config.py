@@ -52,7 +52,8 @@ def test_known_choices():
     def choice(tile, causal, seqlen, heads, batch):
         return config_for(Spec("bfloat16", *tile, causal), seqlen, seqlen, heads, heads, batch, 132)
 
-    assert choice((128, 128), False, 16384, 16, 1) == Config(2, 128)
+    assert choice((128, 128), False, 16384, 16, 1) == Config(2, 128, pingpong=False)
+    assert choice((128, 128), True, 4096, 16, 4) == Config(2, 128, persistent=True)
     assert choice((128, 128), True, 1024, 16, 16) == Config(2, 128, persistent=True)
     assert choice((64, 64), True, 512, 32, 32) == Config(2, 128, persistent=True)
     assert choice((64, 64), False, 16384, 32, 1) == Config(3, 128)
