@@ -3,11 +3,8 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("cutlass", reason="the DSL's types")
 
 from fa3.kernels.algo.blocks import first_row, key_blocks
 from fa3.kernels.algo.seqlen import Lengths

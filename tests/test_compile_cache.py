@@ -12,6 +12,7 @@ from pathlib import Path
 
 import filelock
 import pytest
+import torch
 
 from fa3.kernels import cache, compile, key, process
 
@@ -84,7 +85,6 @@ def compiles():
 
 def refuses_a_cpu_tensor(function):
     """The linked code runs up to the check of its arguments, which is as far as it goes without a GPU."""
-    torch = pytest.importorskip("torch")
     with pytest.raises(ValueError, match="device_type=cuda"):
         function(torch.ones(4), 4)
 

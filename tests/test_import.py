@@ -1,4 +1,4 @@
-"""B61: importing needs no GPU, compiler or torch; forking after it is safe; the answers are true elsewhere too."""
+"""Importing needs no GPU, compiler or torch; forking after it is safe; the answers are true elsewhere too."""
 
 import os
 import re

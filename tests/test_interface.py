@@ -44,7 +44,7 @@ def test_float64_is_the_formula(causal, seqlen_q, seqlen_k):
     torch.testing.assert_close(out, wanted_out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-12, atol=1e-12)
     seen = seqlen_k - seqlen_q if causal else 0
-    unseeing = seqlen_q if seqlen_k == 0 else max(0, -seen)  # B01: the first rows see no key
+    unseeing = seqlen_q if seqlen_k == 0 else max(0, -seen)  # the first rows see no key
     assert torch.equal(out[:, :unseeing], torch.zeros_like(out[:, :unseeing]))
     assert torch.isneginf(lse[:, :, :unseeing]).all() and torch.isfinite(lse[:, :, unseeing:]).all()
 
@@ -83,7 +83,7 @@ def test_scale_zero_weighs_the_keys_that_are_seen_alike(causal, dtype):
 
 @pytest.mark.parametrize("seqlen_k", [1, 17, 255, 257, 1024])
 def test_lse_is_a_natural_logarithm(seqlen_k):
-    """B36, B06: q = 0 gives ln Sk, and the mean of V."""
+    """q = 0 gives ln Sk, and the mean of V."""
     q, k, v = make(Case(dtype="float16", seqlen_q=2, seqlen_k=seqlen_k), "cpu")
     out, lse = fa3.flash_attn_func(torch.zeros_like(q), k, v, return_lse=True)
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(seqlen_k)), rtol=1e-6, atol=1e-6)

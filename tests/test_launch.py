@@ -15,7 +15,7 @@ from fa3.device import ASSUMED, HOPPER, chip, named
 from fa3.kernels.forward.config import Config, Spec
 from fa3.testing.inputs import LAYOUTS, Case, make
 
-HOST_US = 60.0  # for the Python part on a slow, shared machine; 15 us where it was written
+HOST_US = 60.0  # the Python part alone takes 15; the rest is for slow and busy hosts
 
 
 class Call(NamedTuple):
@@ -151,7 +151,7 @@ def test_layouts_that_tma_takes_are_not_copied(recorder, layout):
 
 
 def test_rows_of_odd_length_are_copied(recorder):
-    """B57: an offset of 2 bytes and a stride that is no multiple of 16 bytes."""
+    """An offset of 2 bytes and a stride that is no multiple of 16 bytes."""
     q, k, v = make(Case(batch=2, seqlen_q=9, seqlen_k=9, heads_kv=2), "cpu")
     odd = make(Case(batch=2, seqlen_q=9, seqlen_k=9, heads_kv=2, layout="misaligned"), "cpu").q
     launch.forward(odd, k, v, 0.1, False)

@@ -38,7 +38,7 @@ def test_opcheck(dtype, layout):
 
 
 def test_opcheck_of_mixed_layouts():
-    """B51: q and v stored (B, S, H, D), k stored (B, H, S, D)."""
+    """q and v stored (B, S, H, D), k stored (B, H, S, D)."""
     for ratio in (1, 4):
         q, k, v = make(case(dtype="float16", seqlen_q=37, seqlen_k=37, ratio=ratio, head_dim_v=64), "cpu")
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
@@ -142,7 +142,7 @@ def test_export():
     assert_same(program.module()(*other), attend(*other))
 
 
-def test_errors_keep_their_type_under_compile():
+def test_errors_keep_their_words_under_compile():
     q, k, v = make(case(), "cpu")
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="head_dim of q, 64, got 56"):

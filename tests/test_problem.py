@@ -31,7 +31,6 @@ def fails(error: type[Exception], *words: str):
 @pytest.mark.parametrize(
     ("shapes", "words"),
     [
-        # B44: both numbers, before the launch
         (dict(q=(1, 128, 33, 64), k=(1, 128, 2, 64), v=(1, 128, 2, 64)), ["33", " 2"]),
         (dict(q=(1, 128, 3, 64), k=(1, 128, 2, 64), v=(1, 128, 2, 64)), ["q 3", " 2"]),
         (dict(q=(1, 128, 4, 64), k=(1, 128, 8, 64), v=(1, 128, 8, 64)), ["q 4", " 8"]),

@@ -2,11 +2,8 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("cutlass", reason="the DSL's types")
 
 from fa3.kernels.algo.scheduler import Folded, Grid, InOrder, LongestFirst, OneTile, Persistent
 

@@ -53,7 +53,7 @@ def assert_a_valid_call_works():
 
 @pytest.fixture
 def no_sync():
-    """B64: anything that waits for the device raises."""
+    """Anything that waits for the device raises."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     yield
@@ -64,7 +64,7 @@ def no_sync():
 
 
 def test_a_side_stream_is_used_100_times():
-    """B47: q is written on the stream after a delay; a launch on any other stream would read the old q."""
+    """Q is written on the stream after a delay; a launch on any other stream would read the old q."""
     fresh, k, v = make(Case(batch=2, seqlen_q=256, seqlen_k=256, heads_kv=2), "cuda")
     wanted = attend(fresh, k, v)
     q, results = torch.zeros_like(fresh), []
@@ -104,7 +104,6 @@ def test_two_streams_with_two_shapes_do_not_disturb_each_other():
 
 @TWO_GPUS
 def test_another_device_than_the_current_one():
-    """B48."""
     torch.cuda.set_device(0)
     on_0 = make(Case(batch=2, seqlen_q=200, seqlen_k=333, heads_kv=2, ratio=2), "cuda:0")
     on_1 = [x.to("cuda:1") for x in on_0]
@@ -345,7 +344,7 @@ def test_a_call_takes_the_memory_of_its_outputs(seqlen):
 
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_misaligned_tensors(head_dim):
-    """B57: offset of 2 bytes, head stride of 130 bytes (D64); an odd storage offset; a view that starts at byte 2."""
+    """Offset of 2 bytes, head stride of 130 bytes (D64); an odd storage offset; a view that starts at byte 2."""
     shape = (2, 1920, 8, head_dim)
     case = Case(batch=2, seqlen_q=1920, seqlen_k=1920, heads_kv=8, head_dim=head_dim, head_dim_v=head_dim)
     q, k, v = make(case, "cuda")
@@ -372,7 +371,6 @@ def test_odd_strides_of_single_element_dimensions():
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_slices_of_a_fused_projection(head_dim):
-    """B21 (a)."""
     poison((1 << 24,), torch.bfloat16, "cuda")
     torch.manual_seed(0)
     width = 4 * head_dim
@@ -392,7 +390,7 @@ def test_slices_of_a_fused_projection(head_dim):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_head_major_storage(causal):
-    """B21 (b): S 8192, H 32, D 256, bit for bit against contiguous inputs; the first and last head against float64."""
+    """S 8192, H 32, D 256, bit for bit against contiguous inputs; the first and last head against float64."""
     case = Case(seqlen_q=8192, seqlen_k=8192, heads_kv=32, head_dim=256, head_dim_v=256, layout="transposed")
     q, k, v = make(case, "cuda")
     assert fa3.explain(q, k, v).copies == ()
@@ -406,7 +404,6 @@ def test_head_major_storage(causal):
 @pytest.mark.parametrize("seqlen_k", [65, 97, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_keys_and_values_of_stride_zero(seqlen_k, causal):
-    """B21 (c)."""
     q, k, v = make(Case(batch=2, seqlen_q=128, seqlen_k=seqlen_k, heads_kv=8, layout="expanded"), "cuda")
     assert k.stride(2) == 0 and fa3.explain(q, k, v).copies == ()
     got = assert_right(q, k, v, causal)
@@ -417,7 +414,6 @@ def test_keys_and_values_of_stride_zero(seqlen_k, causal):
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3), (1, 2, 0, 3), (2, 0, 1, 3)])
 def test_values_whose_base_has_another_order_of_dimensions(order):
-    """B21 (d)."""
     q, k, v = make(Case(batch=3, seqlen_q=100, seqlen_k=150, heads_kv=2, head_dim_v=128), "cuda")
     back = [order.index(i) for i in range(4)]
     view = v.permute(order).contiguous().permute(back)
@@ -438,7 +434,6 @@ def test_opcheck(dtype, layout):
 
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_fake_looks_like_real_for_mixed_layouts(ratio):
-    """B51."""
     case = Case(dtype="float16", batch=2, seqlen_q=513, seqlen_k=513, heads_kv=16 // ratio, ratio=ratio)
     q, k, v = make(case, "cuda")
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
@@ -469,7 +464,6 @@ def test_compile_makes_one_graph(backend, layout):
 
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_new_lengths_compile_at_most_twice(dynamic):
-    """B49."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=dynamic)
