@@ -112,9 +112,7 @@ def config_of(shape: Shape, dtype: str, num_sms: int) -> Any:
     """The Config that fa3 chooses for a shape."""
     from fa3.heuristics import config_for
 
-    return config_for(
-        spec_of(shape, dtype), shape.seqlen_q, shape.seqlen_k, shape.heads, shape.heads_kv, shape.batch, num_sms
-    )
+    return config_for(spec_of(shape, dtype), shape.seqlen_q, shape.seqlen_k, shape.heads, shape.batch, num_sms)
 
 
 def kernel(spec: Any, config: Any, shape: Shape, num_sms: int) -> Attention:

@@ -158,7 +158,7 @@ def kernels_shown(head_dim: int) -> list[tuple[Spec, Config]]:
     batch, seqlen, heads, standard = STANDARD.values()
     specs = [Spec("bfloat16", *tile_for(head_dim, head_dim), False)]
     specs += [Spec("bfloat16", *tile_for(standard, standard), causal) for causal in (False, True)]
-    return [(spec, config_for(spec, seqlen, seqlen, heads, heads, batch, ASSUMED.num_sms)) for spec in specs]
+    return [(spec, config_for(spec, seqlen, seqlen, heads, batch, ASSUMED.num_sms)) for spec in specs]
 
 
 def _shape() -> str:

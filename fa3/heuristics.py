@@ -37,7 +37,7 @@ ROWS: dict[tuple[int, int], Row] = {
 }
 
 
-def config_for(spec: Spec, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: int, batch: int, num_sms: int) -> Config:
+def config_for(spec: Spec, seqlen_q: int, seqlen_k: int, heads: int, batch: int, num_sms: int) -> Config:
     """The Config for a problem of these sizes on a chip with num_sms multiprocessors."""
     row = ROWS[spec.head_dim, spec.head_dim_v]
     config = row.large

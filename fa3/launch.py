@@ -112,7 +112,7 @@ def config_of(problem: Problem, num_sms: int) -> Config:
     """The Config that the heuristics choose for it on a chip of that many SMs; an empty size is taken as 1."""
     p = problem
     seqlen_q, seqlen_k, heads, batch = (max(1, size) for size in (p.seqlen_q, p.seqlen_k, p.heads, p.batch))
-    return config_for(p.spec, seqlen_q, seqlen_k, heads, p.heads_kv, batch, num_sms)
+    return config_for(p.spec, seqlen_q, seqlen_k, heads, batch, num_sms)
 
 
 def strides_for(tensor: Tensor) -> Strides | None:
