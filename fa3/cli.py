@@ -5,8 +5,7 @@ import importlib
 from collections.abc import Sequence
 
 from fa3 import __version__
-
-DTYPES = ("bfloat16", "float16")
+from fa3.heuristics import DTYPES
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

@@ -27,8 +27,9 @@ def table(title: str, *columns: str, text_columns: int = 1) -> "Table":
     from rich import box
     from rich.table import Table
 
-    result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    result.padding, result.pad_edge = (0, 1, 0, 0), False  # as many columns as fit into a terminal of 80
+    result = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )  # as many columns as fit into a terminal of 80
     for position, name in enumerate(columns):
         is_text = position < text_columns
         result.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)

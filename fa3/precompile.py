@@ -35,13 +35,14 @@ def run(arguments: argparse.Namespace) -> int:
     taken = time.perf_counter() - start
     failed = [outcome for outcome in outcomes if outcome.error]
     for outcome in failed:
-        screen.print(f"[red]failed[/] {describe(outcome.spec, outcome.config)}: {outcome.error}", markup=True)
+        screen.print(f"failed {describe(outcome.spec, outcome.config)}: {outcome.error}", style="red", markup=False)
     compiled = [outcome.seconds for outcome in outcomes if outcome.seconds is not None and not outcome.error]
     mean = f" ({sum(compiled) / len(compiled):.1f} s each)" if compiled else ""
     there = len(outcomes) - len(compiled) - len(failed)
     screen.print(
         f"{len(compiled)} compiled{mean}, {there} already there, {len(failed)} failed; "
-        f"{taken:.1f} s with {jobs} at a time; cache {kernels.directory()}"
+        f"{taken:.1f} s with {jobs} at a time; cache {kernels.directory()}",
+        markup=False,
     )
     return 1 if failed else 0
 

@@ -52,11 +52,12 @@ def test_version():
         ("compile", "--all", "--jobs", "0"),
         ("check", "--device", "tpu"),
         ("check", "--examples", "-1"),
+        ("check", "--examples", "many"),
     ],
 )
 def test_wrong_arguments_exit_with_2(arguments):
     status, out, err = fa3(*arguments)
-    assert status == 2 and out == "" and "error:" in err
+    assert status == 2 and out == "" and "error:" in err and "_positive" not in err
 
 
 def test_module_runs():
@@ -153,13 +154,13 @@ class TestCompile:
 
         def prepare(spec, config):
             if spec.causal:
-                raise OSError("no room on the disk")
+                raise OSError("no room on the disk [/full]")
 
         monkeypatch.setattr(precompile.kernels, "prepare", prepare)
         status, out, _ = fa3("compile", "--head-dim", "128", "--dtype", "float16")
         flat = " ".join(out.split())
         causal, full = (list(precompile.select("float16", 128, None, causal)) for causal in (True, False))
-        assert status == 1 and "no room on the disk" in flat
+        assert status == 1 and "no room on the disk [/full]" in flat
         assert f"{len(full)} compiled" in flat and f"{len(causal)} failed" in flat
 
 
@@ -215,6 +216,7 @@ class TestCheck:
     def test_passes_with_few_examples(self):
         status, out, _ = fa3("check", "--examples", "2", "--device", "cpu")
         assert status == 0, out
+        assert "14 of 14 properties hold; 2 examples each" in out and "NO" not in out
 
     def test_a_wrong_attention_fails(self, monkeypatch):
         import fa3 as package
@@ -227,3 +229,4 @@ class TestCheck:
         )
         status, out, _ = fa3("check", "--examples", "2", "--device", "cpu")
         assert status == 1, out
+        assert "error (max error <= 2x" in out and "fails for Case(" in out
