@@ -93,9 +93,9 @@ def _chip_of(q: Tensor) -> tuple[Chip, str]:
 
 
 def _schedule(config: Config) -> str:
-    order = ("overlap of softmax and GEMMs", "no overlap")[not config.overlap]
-    turns = ("ping-pong", "no ping-pong")[not config.pingpong]
-    ctas = ("one CTA a tile", "persistent")[config.persistent]
+    order = "overlap of softmax and GEMMs" if config.overlap else "no overlap"
+    turns = "ping-pong" if config.pingpong else "no ping-pong"
+    ctas = "persistent" if config.persistent else "one CTA a tile"
     return f"1 producer and {config.warpgroups} consumer warpgroups, {order}, {turns}, {ctas}"
 
 

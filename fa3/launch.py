@@ -23,9 +23,7 @@ from fa3.heuristics import config_for
 from fa3.kernels.compile import load
 from fa3.kernels.forward.config import Config
 from fa3.problem import (
-    LOG2_E,
     MAX_SCALE,
-    SMALLEST_SCALE,
     Problem,
     check_chip,
     check_scale,
@@ -34,6 +32,7 @@ from fa3.problem import (
     default_scale,
     problem_of,
 )
+from fa3.reference import LOG2_E, SMALLEST_SCALE
 
 TMA_ALIGNMENT = 16  # bytes
 STRIDE_STEP = 8  # elements: 16 bytes of a 16-bit type

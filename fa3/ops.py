@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from fa3 import launch
 from fa3.device import ASSUMED
-from fa3.problem import SMALLEST_SCALE, check_gradients, check_scale, check_tensors, problem_of
+from fa3.problem import check_gradients, check_scale, check_tensors, problem_of
 from fa3.reference import tiled_attention
 
 _library = torch.library.Library("fa3", "DEF")
@@ -38,8 +38,7 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) ->
         out, lse = q.new_zeros(problem.out_shape), q.new_empty(problem.lse_shape, dtype=lse_dtype(q.dtype))
         return out, lse.fill_(-math.inf)
     config = launch.config_of(problem, ASSUMED.num_sms)
-    scale = max(softmax_scale, SMALLEST_SCALE)
-    out, lse = tiled_attention(q, k, v, scale, causal, tile_m=config.tile_m, tile_n=config.tile_n)
+    out, lse = tiled_attention(q, k, v, softmax_scale, causal, tile_m=config.tile_m, tile_n=config.tile_n)
     return out.contiguous(), lse.to(lse_dtype(q.dtype)).contiguous()
 
 

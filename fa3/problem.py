@@ -12,16 +12,14 @@ from torch import Tensor
 
 from fa3.device import Chip
 from fa3.kernels.forward.config import Config, Spec, tile_for
+from fa3.reference import LOG2_E
 
 KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 CHECKING_DTYPES = (torch.float32, torch.float64)  # CPU only: the reference in higher precision
 DEVICES = ("cuda", "cpu", "meta")
 HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 256
 SIZE_MAX = 2**31 - 2**16  # sizes and tiles are counted in 32 bits on the device, with room for a tile; offsets in 64
-LOG2_E = 1.4426950408889634
 MAX_SCALE = torch.finfo(torch.float32).max / LOG2_E  # the kernel takes softmax_scale * log2(e) in fp32
-# Stands for a scale of 0, where a masked score would become -inf * 0 = NaN: all keys weigh alike.
-SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 
 
 @dataclass(frozen=True)
@@ -174,16 +172,16 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_later_arguments(
-    qv: object = None,
-    q_descale: object = None,
-    k_descale: object = None,
-    v_descale: object = None,
-    window_size: object = (-1, -1),
-    attention_chunk: object = 0,
-    softcap: object = 0.0,
-    num_splits: object = 1,
-    pack_gqa: object = None,
-    sm_margin: object = 0,
+    qv: object,
+    q_descale: object,
+    k_descale: object,
+    v_descale: object,
+    window_size: object,
+    attention_chunk: object,
+    softcap: object,
+    num_splits: object,
+    pack_gqa: object,
+    sm_margin: object,
 ) -> None:
     """Arguments of FlashAttention-3 that exist here for the callers' sake and may only hold their neutral value yet."""
     for name, value in (("qv", qv), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):

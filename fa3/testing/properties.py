@@ -13,12 +13,12 @@ import hypothesis
 import torch
 from hypothesis import strategies as st
 
+from fa3.heuristics import DTYPES
 from fa3.testing.inputs import LAYOUTS, VALUES, Case, Inputs, lay_out, make
 from fa3.testing.tolerance import SCORE_EPS, UNIT, expected, lse_error
 
 Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
 
-DTYPES = ("bfloat16", "float16")
 EDGES = (0, 1, 2, 63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257)  # lengths around tile edges
 ROWS = 64  # rows of P in an accuracy comparison, at least: with fewer, luck decides
 LONGEST = {"cpu": 260, "cuda": 1100}

@@ -16,9 +16,8 @@ from fa3 import reference
 MAX_FACTOR = 2.0
 MEAN_FACTOR = 1.5
 FLOOR = 1e-5
-MEAN_FLOOR = (
-    1e-7  # where PyTorch happens to be exact (one key, say), float32 rounding of a value near 1 is still allowed
-)
+# Where PyTorch happens to be exact (one key, say), float32 rounding of a value near 1 is still allowed.
+MEAN_FLOOR = 1e-7
 
 LSE_FLOOR = 1e-5  # of the sum of exponentials and its logarithm, in float32
 SCORE_EPS = 2.0**-19  # what the tensor core's float32 accumulation may lose of a score, relative to the largest
