@@ -5,12 +5,11 @@ both. They take turns on the same inputs; records go to bench/results/<gpu>/abla
 """
 
 import argparse
-import sys
 import time
 from dataclasses import replace
 from functools import partial
 
-from bench.machine import Machine, NoDevice, add_arguments, open_machine, with_cublas
+from bench.machine import Machine, add_arguments, open_machine, run_command, with_cublas
 from bench.measure import Contender, Outcome, Pace, compile_ahead, jobs_here, measure
 from bench.peers import config_of, kernel, reason, spec_of
 from bench.records import append
@@ -18,6 +17,7 @@ from bench.shapes import Shape, select
 
 SUITE = "ablation"
 SHAPES = ("hd128-16k-full", "hd128-16k-causal", "hd128-4k-full", "hd128-4k-causal")
+# (overlap, pingpong)
 SWITCHES = {"neither": (False, False), "ping-pong": (False, True), "overlap": (True, False), "both": (True, True)}
 GOAL = 1.15  # both against neither, hd128 16K full
 
@@ -43,13 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     args = options.parse_args(argv)
     try:
         shapes = select(args.shapes)
-        machine = open_machine("cuda", args.commit)
     except ValueError as error:
         options.error(str(error))
-    except NoDevice as error:
-        print(f"bench.ablation: {error}", file=sys.stderr)
-        return 2
-    return run(args, shapes, machine, began)
+    return run(args, shapes, open_machine("cuda", args.commit), began)
 
 
 def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, began: float) -> int:
@@ -108,12 +104,9 @@ def _refuse(why: str, *_) -> None:
 def _cell(outcome: Outcome, neither: Outcome) -> str:
     from bench import report
 
-    return (
-        f"{report.speed(outcome)} ({neither.us / outcome.us:.3f}x)"
-        if outcome.timing and neither.timing
-        else report.speed(outcome)
-    )
+    gain = f" ({neither.us / outcome.us:.3f}x)" if outcome.timing and neither.timing else ""
+    return report.speed(outcome) + gain
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(SUITE, main)

@@ -6,13 +6,12 @@ end. Exit status 1 if ours failed anywhere, 2 without a GPU.
 """
 
 import argparse
-import sys
 import time
 
-from bench.machine import Machine, NoDevice, add_arguments, open_machine, with_cublas
+from bench.machine import Machine, add_arguments, open_machine, run_command, with_cublas
 from bench.measure import Contender, Outcome, Pace, compile_ahead, jobs_here, measure
-from bench.peers import PEERS, config_of, load, spec_of
-from bench.records import IMPLS, RESULTS, append
+from bench.peers import IMPLS, PEERS, config_of, load, spec_of
+from bench.records import RESULTS, append
 from bench.shapes import NAMED, Shape, select
 
 SUITE = "forward"
@@ -48,13 +47,9 @@ def main(argv: list[str] | None = None) -> int:
         shapes = select(names)
         if args.device == "cpu" and args.out == RESULTS:
             raise ValueError("--device cpu measures nothing worth keeping: give it an --out")
-        machine = open_machine(args.device, args.commit)
     except ValueError as error:
         options.error(str(error))
-    except NoDevice as error:
-        print(f"bench.forward: {error}", file=sys.stderr)
-        return 2
-    return run(args, shapes, machine, began)
+    return run(args, shapes, open_machine(args.device, args.commit), began)
 
 
 def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, began: float) -> int:
@@ -123,4 +118,4 @@ def _configs(shapes: tuple[Shape, ...], dtypes: list[str], machine: Machine) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(SUITE, main)

@@ -6,11 +6,10 @@ bench/results/<gpu>/host.jsonl: cpu_us, or extra_bytes in config.
 """
 
 import argparse
-import sys
 from functools import partial
 from typing import Any
 
-from bench.machine import Machine, NoDevice, add_arguments, open_machine
+from bench.machine import Machine, add_arguments, open_machine, run_command
 from bench.measure import make_inputs
 from bench.peers import PEERS, Attention, load, reason
 from bench.records import append, record
@@ -29,10 +28,10 @@ def memory_shape(seqlen: int) -> Shape:
     return Shape(f"memory-{seqlen}", 1, seqlen, seqlen, 16, 16, 128, 128, True)
 
 
-def output_bytes(shape: Shape, element: int = 2) -> int:
-    """Of O and of LSE in fp32."""
+def output_bytes(shape: Shape) -> int:
+    """Of O in 16 bit and of LSE in fp32."""
     rows = shape.batch * shape.seqlen_q * shape.heads
-    return rows * (shape.head_dim_v * element + 4)
+    return rows * (shape.head_dim_v * 2 + 4)
 
 
 def extra_bytes(attention: Attention, shape: Shape, machine: Machine) -> int:
@@ -74,12 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help=f"of {CALLS} calls each (default: 7)")
     add_arguments(parser)
     args = parser.parse_args(argv)
-    try:
-        machine = open_machine("cuda", args.commit)
-    except NoDevice as error:
-        print(f"bench.host: {error}", file=sys.stderr)
-        return 2
-    return run(args, machine)
+    return run(args, open_machine("cuda", args.commit))
 
 
 def run(args: argparse.Namespace, machine: Machine) -> int:
@@ -130,4 +124,4 @@ def _memory(attention: Attention, machine: Machine, args: argparse.Namespace, ou
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(SUITE, main)

@@ -1,6 +1,8 @@
 """What the benchmarks run on, and the one sentence for a machine where they cannot."""
 
 import argparse
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +25,7 @@ class Machine:
     origin: Origin
 
 
-def open_machine(device: str = "cuda", given_commit: str | None = None) -> Machine:
+def open_machine(device: str, given_commit: str | None = None) -> Machine:
     """Raises NoDevice where torch sees no CUDA device and device is "cuda"."""
     import torch
 
@@ -50,6 +52,15 @@ def with_cublas(machine: Machine) -> Machine:
     graph.sample()
     us = spread([graph.sample(2) for _ in range(CUBLAS_SAMPLES)]).median
     return replace(machine, origin=replace(machine.origin, cublas_tflops=2 * CUBLAS_SIZE**3 / us / 1e6))
+
+
+def run_command(suite: str, main: Callable[[], int]) -> None:
+    """Ends the process with main's status; with 2 and one sentence where there is no device."""
+    try:
+        sys.exit(main())
+    except NoDevice as error:
+        print(f"bench.{suite}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

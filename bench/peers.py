@@ -99,6 +99,7 @@ _LOADERS: dict[str, Callable[[], Attention]] = {
     "naive": _naive,
     "reference": _reference,
 }
+IMPLS = tuple(_LOADERS)
 
 
 def spec_of(shape: Shape, dtype: str) -> Any:

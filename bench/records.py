@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.peers import IMPLS
 from bench.shapes import Shape
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
+PROBLEM = ("head_dim", "head_dim_v", "causal", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv")
 FIELDS = (
-    "suite", "impl", "dtype",
-    "head_dim", "head_dim_v", "causal", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "pass",
+    "suite", "impl", "dtype", *PROBLEM, "pass",
     "graph_us", "eager_us", "cpu_us", "tflops", "peak_fraction", "cublas_fraction",
     "config", "gpu", "torch", "date", "commit",
 )  # fmt: skip
-IMPLS = ("ours", "cudnn", "fa2", "fa3", "fa4", "naive", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +55,11 @@ def record(
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
     tflops = shape.flops / graph_us / 1e6 if graph_us else None
-    values = {
+    return {
         "suite": suite,
         "impl": impl,
         "dtype": dtype,
-        **{name: getattr(shape, name) for name in FIELDS[3:11]},
+        **{name: getattr(shape, name) for name in PROBLEM},
         "pass": "fwd",
         "graph_us": _rounded(graph_us, 3),
         "eager_us": _rounded(eager_us, 3),
@@ -73,7 +73,6 @@ def record(
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": origin.commit,
     }
-    return {name: values[name] for name in FIELDS}
 
 
 def append(record: Mapping[str, Any], out: Path = RESULTS) -> Path:
@@ -97,8 +96,9 @@ def short_name(gpu: str) -> str:
 
 def commit(given: str | None = None) -> str:
     """The commit of this checkout: as given, else $FA3_COMMIT, else git's, else "unknown" (a copy without .git)."""
-    if given or os.environ.get("FA3_COMMIT"):
-        return given or os.environ["FA3_COMMIT"]
+    named = given or os.environ.get("FA3_COMMIT")
+    if named:
+        return named
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True

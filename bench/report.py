@@ -1,7 +1,6 @@
 """Tables and progress of the benchmarks, by rich; wide enough to be read in a log."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -123,7 +122,7 @@ def summary(points: list[list[Outcome]]) -> list[str]:
         lines.append(
             f"{lengths}: at worst {marked(value, allowed)} of the best peer's time ({name}); allowed {allowed}"
         )
-    distances = [(abs(half / brain - 1), name) for half, brain, name in _both_types(points)]
+    distances = [(abs(fp16 / bf16 - 1), name) for fp16, bf16, name in _both_types(points)]
     if distances:
         lines.append(
             f"fp16 against bf16: at most {marked(max(distances)[0], 0.05)} apart ({max(distances)[1]}); allowed 0.05"
@@ -132,7 +131,8 @@ def summary(points: list[list[Outcome]]) -> list[str]:
 
 
 def _both_types(points: list[list[Outcome]]) -> Iterable[tuple[float, float, str]]:
+    """Our times in fp16 and in bf16, where there are both, and the shape's name."""
     for outcomes in points:
-        ours: dict[str, Any] = {o.contender.dtype: o.us for o in outcomes if o.contender.impl == "ours" and o.timing}
+        ours = {o.contender.dtype: o.us for o in outcomes if o.contender.impl == "ours" and o.timing}
         if {"float16", "bfloat16"} <= ours.keys():
             yield ours["float16"], ours["bfloat16"], outcomes[0].shape.name

@@ -43,11 +43,11 @@ class Shape:
         """Of the forward pass."""
         return self.batch * self.heads * (self.head_dim + self.head_dim_v) * self.doubled_pairs
 
-    def bytes(self, element: int = 2) -> int:
-        """Of q, k, v and o: the least that must move."""
+    def bytes(self) -> int:
+        """Of q, k, v and o in 16 bit: the least that must move."""
         q = self.batch * self.seqlen_q * self.heads * (self.head_dim + self.head_dim_v)
         kv = self.batch * self.seqlen_k * self.heads_kv * (self.head_dim + self.head_dim_v)
-        return element * (q + kv)
+        return 2 * (q + kv)
 
 
 def _square(name, batch, seqlen, heads, heads_kv, head_dim, causal, head_dim_v=None):
@@ -93,9 +93,9 @@ def select(names: Iterable[str]) -> tuple[Shape, ...]:
     """Shapes by name, by the words grid and models, or by the start of a name ("hd128", "hd128-16k"). Raises
     ValueError for no match.
     """
+    words = {"grid": GRID, "models": MODELS}
     chosen: dict[str, Shape] = {}
     for name in names:
-        words = {"grid": GRID, "models": MODELS}
         found = words.get(name) or [s for s in NAMED.values() if s.name == name or s.name.startswith(f"{name}-")]
         if not found:
             raise ValueError(f"no shape named {name!r}; there are grid, models, {', '.join(NAMED)}")

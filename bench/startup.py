@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 
-from bench.machine import NoDevice, add_arguments, open_machine
+from bench.machine import add_arguments, open_machine, run_command
 from bench.records import ROOT, append, record
 from bench.shapes import Shape
 from fa3.testing.timing import spread
@@ -52,11 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="processes of each kind (default: 3)")
     add_arguments(parser)
     args = parser.parse_args(argv)
-    try:
-        machine = open_machine("cuda", args.commit)
-    except NoDevice as error:
-        print(f"bench.startup: {error}", file=sys.stderr)
-        return 2
+    machine = open_machine("cuda", args.commit)
     from bench import report
 
     out = report.console()
@@ -79,4 +75,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(SUITE, main)

@@ -8,13 +8,12 @@ is a line in bench/results/<gpu>/sweep.jsonl.
 import argparse
 import dataclasses
 import itertools
-import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from bench.ablation import measure_configs
-from bench.machine import Machine, NoDevice, add_arguments, open_machine, with_cublas
+from bench.machine import Machine, add_arguments, open_machine, run_command, with_cublas
 from bench.measure import Outcome, Pace, compile_ahead, jobs_here
 from bench.peers import reason, spec_of
 from bench.records import append
@@ -99,13 +98,9 @@ def main(argv: list[str] | None = None) -> int:
     args = options.parse_args(argv)
     try:
         shapes = select(args.shapes)
-        machine = open_machine("cuda", args.commit)
     except ValueError as error:
         options.error(str(error))
-    except NoDevice as error:
-        print(f"bench.sweep: {error}", file=sys.stderr)
-        return 2
-    return run(args, shapes, machine, began)
+    return run(args, shapes, open_machine("cuda", args.commit), began)
 
 
 def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, began: float) -> int:
@@ -162,4 +157,4 @@ def _table(shape: Shape, outcomes: list[Outcome], top: int):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(SUITE, main)

@@ -104,14 +104,8 @@ def show_speed(screen) -> bool:
     calls = {causal: partial(fa3.flash_attn_func, q, k, v, causal=causal) for causal in (False, True)}
     shares = {causal: tolerance.expected(q, k, v, causal=causal).share(call()) for causal, call in calls.items()}
     timings = timing.compare({mask(causal): [call] for causal, call in calls.items()})
-    shown = table(
-        "Speed: bfloat16, B{batch} S{seqlen} H{heads} hd{head_dim}".format(**STANDARD),
-        "mask",
-        "kernel us",
-        "TFLOP/s",
-        "utilization",
-        "allowed error used",
-    )
+    title = f"Speed: bfloat16, B{batch} S{seqlen} H{heads} hd{head_dim}"
+    shown = table(title, "mask", "kernel us", "TFLOP/s", "utilization", "allowed error used")
     for causal, share in shares.items():
         spread = timings[mask(causal)].best_known
         speed = tflops(spread.median, causal)
