@@ -7,11 +7,10 @@ both. They take turns on the same inputs; records go to bench/results/<gpu>/abla
 import argparse
 import time
 from dataclasses import replace
-from functools import partial
 
 from bench.machine import Machine, add_arguments, open_machine, run_command, with_cublas
-from bench.measure import Contender, Outcome, Pace, compile_ahead, jobs_here, measure
-from bench.peers import config_of, kernel, reason, spec_of
+from bench.measure import Outcome, Pace, compile_ahead, deadline, jobs_here, measure_configs
+from bench.peers import config_of, spec_of
 from bench.records import append
 from bench.shapes import Shape, select
 
@@ -57,12 +56,12 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     configs = {shape: variants(config_of(shape, args.dtype, machine.num_sms)) for shape in shapes}
     compile_ahead(((spec_of(s, args.dtype), c) for s, named in configs.items() for c in named.values()), jobs_here())
     machine = with_cublas(machine)
-    pace = Pace(args.rounds, deadline=began + args.budget_seconds if args.budget_seconds else None)
+    pace = Pace(args.rounds, deadline=deadline(began, args.budget_seconds))
     result = report.table("TFLOP/s by kernel time, speed-up over neither", "shape", "tile", *SWITCHES, text_columns=2)
     failed = False
     with torch.no_grad():
         for shape in shapes:
-            if pace.deadline is not None and time.monotonic() > pace.deadline:
+            if not pace.has_time():
                 out.print(f"Not measured, the time was up: {shape.name}")
                 continue
             outcomes = dict(
@@ -80,25 +79,6 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     out.print(result)
     out.print(f"Goal: both at least {GOAL} of neither at {SHAPES[0]}.")
     return int(failed)
-
-
-def measure_configs(configs, shape: Shape, dtype: str, machine: Machine, pace: Pace) -> list[Outcome]:
-    """One outcome for each Config, in order, of our kernel called directly. A kernel that does not load is an outcome
-    too.
-    """
-    spec = spec_of(shape, dtype)
-    contenders = []
-    for config in configs:
-        try:
-            attention = kernel(spec, config, shape, machine.num_sms)
-        except Exception as error:  # reported in its line, the others run
-            attention = partial(_refuse, reason(error))
-        contenders.append(Contender("ours", dtype, attention, config))
-    return measure(contenders, shape, machine, pace)
-
-
-def _refuse(why: str, *_) -> None:
-    raise RuntimeError(why)
 
 
 def _cell(outcome: Outcome, neither: Outcome) -> str:

@@ -7,9 +7,10 @@ end. Exit status 1 if ours failed anywhere, 2 without a GPU.
 
 import argparse
 import time
+from dataclasses import replace
 
 from bench.machine import Machine, add_arguments, open_machine, run_command, with_cublas
-from bench.measure import Contender, Outcome, Pace, compile_ahead, jobs_here, measure
+from bench.measure import Contender, Outcome, Pace, compile_ahead, deadline, jobs_here, measure
 from bench.peers import IMPLS, PEERS, config_of, load, spec_of
 from bench.records import RESULTS, append
 from bench.shapes import NAMED, Shape, select
@@ -68,12 +69,7 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     cublas = f", cuBLAS {origin.cublas_tflops:.0f} TFLOP/s" if origin.cublas_tflops else ""
     out.print(f"{origin.gpu}, torch {origin.torch}, commit {origin.commit}{cublas}")
     pace = QUICK if args.quick else Pace()
-    pace = Pace(
-        args.rounds or pace.rounds,
-        pace.seconds,
-        pace.rest,
-        began + args.budget_seconds if args.budget_seconds else None,
-    )
+    pace = replace(pace, rounds=args.rounds or pace.rounds, deadline=deadline(began, args.budget_seconds))
     points: list[list[Outcome]] = []
     left: list[str] = []
     longest = 0.0
@@ -81,7 +77,7 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
         task = bar.add_task("shapes", total=len(shapes))
         for shape in shapes:
             start = time.monotonic()
-            if pace.deadline is not None and start + longest > pace.deadline:
+            if not pace.has_time(longest):
                 left.append(shape.name)
                 continue
             bar.update(task, description=shape.name)

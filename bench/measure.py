@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 
 from bench.check import LIMIT, Check
 from bench.machine import Machine
-from bench.peers import Attention, reason
+from bench.peers import Attention, kernel, reason, spec_of
 from bench.records import record
 from bench.shapes import Shape
 from fa3.testing.timing import Timing, compare, num_input_sets
@@ -39,6 +40,10 @@ class Pace:
     seconds: float = 0.06  # of kernel time in a sample
     rest: float = 0.03  # before each
     deadline: float | None = None
+
+    def has_time(self, seconds: float = 0.0) -> bool:
+        """Whether what takes so long may still begin."""
+        return self.deadline is None or time.monotonic() + seconds <= self.deadline
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,21 @@ def measure(contenders: Sequence[Contender], shape: Shape, machine: Machine, pac
     return [Outcome(c, shape, timings.get(c.label), errors[c.label], problems.get(c.label, "")) for c in contenders]
 
 
+def measure_configs(configs, shape: Shape, dtype: str, machine: Machine, pace: Pace) -> list[Outcome]:
+    """One outcome for each Config, in order, of our kernel called directly. A kernel that does not load is an outcome
+    too.
+    """
+    spec = spec_of(shape, dtype)
+    contenders = []
+    for config in configs:
+        try:
+            attention = kernel(spec, config, shape, machine.num_sms)
+        except Exception as error:  # reported in its line, the others run
+            attention = partial(_refuse, reason(error))
+        contenders.append(Contender("ours", dtype, attention, config))
+    return measure(contenders, shape, machine, pace)
+
+
 def _try(contender: Contender, shape: Shape, tensors: Inputs, check: Check) -> tuple[float, str]:
     """(error ratio, what is wrong). An output that the contender holds on to is poisoned first."""
     held = getattr(contender.attention, "output", None)
@@ -121,6 +141,10 @@ def _try(contender: Contender, shape: Shape, tensors: Inputs, check: Check) -> t
             why = next((str(w.message).split(" (Triggered")[0] for w in said if "because" in str(w.message)), "")
             return math.nan, f"{reason(problem)} {why}".strip()
     return error, "" if error <= LIMIT else f"wrong: {error:.1f} times PyTorch's error, {LIMIT:g} allowed"
+
+
+def _refuse(why: str, *_) -> None:
+    raise RuntimeError(why)
 
 
 def compile_ahead(kernels: Iterable[tuple[Any, Any]], jobs: int) -> dict[tuple[Any, Any], str]:
@@ -137,6 +161,10 @@ def compile_ahead(kernels: Iterable[tuple[Any, Any]], jobs: int) -> dict[tuple[A
     wanted = list(dict.fromkeys(kernels))
     with ThreadPoolExecutor(jobs) as pool:
         return {kernel: problem for kernel, problem in zip(wanted, pool.map(prepare, wanted), strict=True) if problem}
+
+
+def deadline(began: float, budget_seconds: float | None) -> float | None:
+    return began + budget_seconds if budget_seconds else None
 
 
 def jobs_here() -> int:

@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from bench.ablation import measure_configs
 from bench.machine import Machine, add_arguments, open_machine, run_command, with_cublas
-from bench.measure import Outcome, Pace, compile_ahead, jobs_here
+from bench.measure import Outcome, Pace, compile_ahead, deadline, jobs_here, measure_configs
 from bench.peers import reason, spec_of
 from bench.records import append
 from bench.shapes import Shape, select
@@ -122,12 +121,10 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
         f"{len(kernels)} kernels compiled, {len(dropped) + len(failures)} dropped, {time.monotonic() - began:.0f} s"
     )
     machine = with_cublas(machine)
-    pace = Pace(
-        args.rounds, seconds=0.04, rest=0.02, deadline=began + args.budget_seconds if args.budget_seconds else None
-    )
+    pace = Pace(args.rounds, seconds=0.04, rest=0.02, deadline=deadline(began, args.budget_seconds))
     with torch.no_grad():
         for shape in shapes:
-            if pace.deadline is not None and time.monotonic() > pace.deadline:
+            if not pace.has_time():
                 out.print(f"Not measured, the time was up: {shape.name}")
                 continue
             chosen = [config for spec, config in kernels if spec == specs[shape]]

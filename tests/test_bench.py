@@ -319,7 +319,7 @@ def no_kernels(monkeypatch):
     for module in (ablation, sweep):
         monkeypatch.setattr(module, "compile_ahead", lambda kernels, jobs: {})
         monkeypatch.setattr(module, "open_machine", lambda device, commit: open_machine("cpu", "abc"))
-    monkeypatch.setattr(ablation, "kernel", kernel)
+    monkeypatch.setattr(measure, "kernel", kernel)
 
 
 def test_the_ablation_records_every_order(no_kernels, tmp_path, capsys):
