@@ -22,13 +22,12 @@ LAYERS = {
     "fa3.kernels.backward": ["fa3.kernels.algo", "fa3.kernels.prims"],
     "fa3.kernels": [],  # compile.py and what stands beside it: they know no kernel
     "fa3.quant": ["fa3.kernels", "fa3.kernels.prims"],
-    "fa3": ["fa3.quant", "fa3.kernels", "fa3.kernels.forward", "fa3.kernels.backward"],
+    "fa3": ["fa3.reference", "fa3.quant", "fa3.kernels", "fa3.kernels.forward", "fa3.kernels.backward"],
     "fa3.reference": [],  # the specification stands alone
     "fa3.testing": ["fa3", "fa3.reference", "fa3.quant", "fa3.kernels", "fa3.kernels.forward", "fa3.kernels.backward"],
     "bench": ["fa3", "fa3.reference", "fa3.testing", "fa3.quant", "fa3.kernels", "fa3.kernels.forward"],
     "tests": ["*"],
 }
-LAYERS["fa3"].append("fa3.reference")
 BENCH_TESTS = {"tests.test_bench"}  # what is measured with is tested too; everything else shares through fa3.testing
 COMMANDS = {"fa3.demo", "fa3.check"}  # these show what fa3.testing measures
 

@@ -90,4 +90,5 @@ def test_constraints_name_versions_and_no_index():
 def test_version_is_the_same_everywhere():
     import fa3
 
-    assert f'version = "{fa3.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert f'\nversion = "{fa3.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", fa3.__version__)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fa3 import flash_attn_func
+from fa3.kernels.forward.config import TILES
 from fa3.testing.inputs import Case, Inputs, draw, make, poison
 from fa3.testing.properties import PROPERTIES, Subject, cases, check, chosen_config, many_rows
 from fa3.testing.tolerance import RMSE_LIMITS, SCORE_EPS, Errors, exact, expected, rmse
@@ -21,7 +22,6 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 DTYPES = ("float16", "bfloat16")
 GUARD = 7
-TILE_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 FILLED_DIMS = [(8, 8), (40, 40), (72, 72), (104, 104), (136, 128), (200, 200), (248, 248), (64, 256), (256, 64)]
 LENGTHS = [  # (seqlen_q, seqlen_k, batch): one row, tile edges and off them, more keys than queries and the other way
     *((1, 1, 2), (1, 17, 2), (64, 64, 2), (77, 77, 1), (113, 203, 2), (128, 128, 2), (108, 256, 1), (256, 108, 1)),
@@ -65,7 +65,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> t
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), TILE_DIMS + FILLED_DIMS)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [*TILES, *FILLED_DIMS])
 def test_grid(dtype, head_dim, head_dim_v, causal):
     lengths = LENGTHS + CAUSAL_LENGTHS * causal
     for i, (seqlen_q, seqlen_k, batch) in enumerate(lengths):
