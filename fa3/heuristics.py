@@ -27,7 +27,7 @@ ROWS: dict[tuple[int, int], Row] = {
     (64, 64): Row(Config(3, 128), Config(2, 128), persistent_causal=4096),
     # With 3 warpgroups a thread has registers for 80 keys only, which is slower below 4K and no faster above.
     (96, 96): Row(Config(2, 128), persistent_full=ALWAYS, persistent_causal=ALWAYS),
-    # At 16K the turns of ping-pong cost 2 %; up to 1K they gain as much.
+    # The turns of ping-pong cost 2 % at 16K and gain 1 % at 1K.
     (128, 128): Row(Config(2, 128), None, Config(2, 128, pingpong=False), persistent_full=4096, persistent_causal=4096),
     (192, 128): Row(Config(2, 128), persistent_causal=ALWAYS),
     # What shared memory holds. O leaves through Q's place, so that a persistent grid hides less.
@@ -44,7 +44,7 @@ def config_for(spec: Spec, seqlen_q: int, seqlen_k: int, heads: int, batch: int,
     if row.small is not None and _padding(row.large, row.small, seqlen_q, seqlen_k) > PADDING:
         config = row.small
     if seqlen_k > (row.persistent_causal if spec.causal else row.persistent_full):
-        return row.long or config
+        return row.long if row.long is not None and config is row.large else config
     return replace(config, persistent=_fills(config, spec.causal, seqlen_q, heads * batch, num_sms))
 
 
