@@ -24,5 +24,5 @@ clean:
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet -c constraints.txt -e ".[dev,bench]"
+	$(RUN) -m pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e ".[dev,bench]"
 	touch $@

@@ -14,7 +14,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise
-        raise SystemExit('This command needs hypothesis, which is not installed: pip install "fa3[test]".') from None
+        raise SystemExit("This command needs hypothesis, which is not installed: pip install hypothesis.") from None
     reason = fa3.why_not()
     if arguments.device == "cuda" and reason:
         raise SystemExit(f"The kernels cannot run here: {reason}.")
@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         figures = (_short(record.worst), _short(record.limit), record.unit)
         shown.add_row(record.property, holds, str(record.examples), *figures)
     screen.print(shown)
+    for record in records:
+        screen.print(f"{record.property}: {record.statement}", style="dim", markup=False)
     failed = [record for record in records if not record.passed]
     for record in failed:
         screen.print(f"{record.property} ({record.statement}) fails for {record.failure}", style="red", markup=False)

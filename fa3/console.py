@@ -17,7 +17,7 @@ def console(stderr: bool = False) -> "Console":
     try:
         from rich.console import Console
     except ImportError:
-        raise SystemExit('This command prints with rich, which is not installed: pip install "fa3[test]".') from None
+        raise SystemExit("This command prints with rich, which is not installed: pip install rich.") from None
     plain = Console(stderr=stderr, highlight=False)
     return plain if plain.is_terminal else Console(stderr=stderr, highlight=False, width=max(plain.width, NARROWEST))
 

@@ -10,7 +10,6 @@ from fa3 import __version__
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "apache-tvm-ffi-orcjit", "numpy")
 LABEL_WIDTH = 22
-EXTRA = '"fa3[test]"'
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,11 +59,21 @@ def gpus() -> list[tuple[str, str]]:
 
 def cache() -> list[tuple[str, str]]:
     """Where it is and how much it holds."""
+    from fa3.heuristics import all_configs
     from fa3.kernels import compile as kernels
+    from fa3.kernels.key import ARCH, host_cpu, toolkit
 
     found = kernels.entries()
     size = sum(entry.path.stat().st_size for entry in found)
-    return [("folder", str(kernels.directory())), ("kernels", f"{len(found)} in {size:,} bytes")]
+    usable = sum(kernels.state(*kernel) != "absent" for kernel in all_configs())
+    return [
+        ("folder", str(kernels.directory())),
+        (
+            "kernels",
+            f"{len(found)} in {size:,} bytes; {usable} of the {len(list(all_configs()))} that a call can ask for",
+        ),
+        ("they are made for", f"{ARCH}, CUDA flavour {toolkit()}, host CPU {host_cpu()}"),
+    ]
 
 
 def capabilities() -> list[tuple[str, str]]:
@@ -76,8 +85,8 @@ def capabilities() -> list[tuple[str, str]]:
         ("compiling kernels", _unless(_missing("cutlass", "'nvidia-cutlass-dsl~=4.8.1'"))),
         ("loading kernels", _unless(loader)),
         ("looking into kernels", _disassembler()),
-        ("demo, compile", _unless(_missing("rich", EXTRA))),
-        ("check", _unless(_missing("rich", EXTRA) or _missing("hypothesis", EXTRA))),
+        ("demo, compile", _unless(_missing("rich", "rich"))),
+        ("check", _unless(_missing("rich", "rich") or _missing("hypothesis", "hypothesis"))),
     ]
 
 

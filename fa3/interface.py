@@ -26,7 +26,6 @@ from fa3.problem import (
 
 _forward, is_plain = ops._forward, ops.is_plain
 
-NEUTRAL = (None, None, None, None, (-1, -1), 0, 0.0, 1, None, 0)  # of what is not supported yet
 # What is imported on a call, and the package that brings it.
 REQUIRED = {
     "cutlass": "nvidia-cutlass-dsl",
@@ -86,15 +85,23 @@ def flash_attn_func(
         fa3.kernels.compile.CompilerMissing, LoaderMissing: a package is missing that compiles or loads the kernel; the
             message says what to install.
     """
-    later = (
-        qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin
-    )  # fmt: skip
-    if later != NEUTRAL:
-        check_later_arguments(*later)
-    if not isinstance(causal, bool):
-        check_flag("causal", causal)
+    # fmt: off
+    if (  # by type too: an array would compare element by element, a CUDA tensor would wait for the device
+        qv is not None or q_descale is not None or k_descale is not None or v_descale is not None
+        or type(window_size) is not tuple or window_size != (-1, -1) or pack_gqa is not None
+        or type(attention_chunk) is not int or attention_chunk != 0 or type(softcap) is not float or softcap != 0.0
+        or type(num_splits) is not int or num_splits != 1 or type(sm_margin) is not int or sm_margin != 0
+    ):
+        check_later_arguments(
+            qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin
+        )
+    # fmt: on
+    if not (isinstance(causal, bool) and isinstance(return_attn_probs, bool) and isinstance(return_lse, bool)):
+        for name, flag in (("causal", causal), ("return_attn_probs", return_attn_probs), ("return_lse", return_lse)):
+            check_flag(name, flag)
     if softmax_scale is not None and not isinstance(softmax_scale, float):
         check_scale(softmax_scale)
+        softmax_scale = float(softmax_scale)
     if is_plain(q, k, v):
         out, lse = launch.forward(q, k, v, softmax_scale, causal)
     else:

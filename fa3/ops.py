@@ -70,13 +70,16 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the dispatcher would do nothing but find the CUDA kernel: eager code on plain CUDA tensors.
 
     Such a call may go to `launch.forward` itself, which halves its host time. Everything that wants to see an operator
-    (compilers, tracers, profilers, modes, function transforms, autograd) makes the answer False.
+    (compilers, tracers, profilers, dispatch modes, function transforms, autograd) and every tensor whose values are not
+    in its memory as they are makes the answer False.
     """
     return (
         not is_compiling()
         and type(q) is type(k) is type(v) is Tensor
         and q.is_cuda
         and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        and not (q.is_neg() or k.is_neg() or v.is_neg())  # a sign that is not in memory yet
+        and not (q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor())
         and _C._len_torch_dispatch_stack() == 0
         and _C._functorch.maybe_current_level() is None
         and _C._get_tracing_state() is None

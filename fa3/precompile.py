@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -29,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = list(select(arguments.dtype, arguments.head_dim, arguments.head_dim_v, arguments.causal))
     jobs = arguments.jobs or min(MAX_JOBS, os.cpu_count() or 1)
     screen = console()
+    check_writable()
     start = time.perf_counter()
     with quiet_compiler():
         outcomes = fill(chosen, jobs)
@@ -47,6 +49,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def check_writable() -> None:
+    """Exits with one sentence where the kernels could not be kept, before any is compiled."""
+    folder = kernels.directory()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise SystemExit(f"kernels cannot be kept in {folder}: {error.strerror}") from None
+
+
 def select(
     dtype: str | None = None, head_dim: int | None = None, head_dim_v: int | None = None, causal: bool | None = None
 ) -> Iterable[tuple[Spec, Config]]:
@@ -56,11 +68,13 @@ def select(
     """
     tile = None
     if head_dim is not None:
+        from fa3.problem import HEAD_DIM_MAX, HEAD_DIM_STEP  # brings torch, which nothing else here needs
+
         wanted = (head_dim, head_dim_v or head_dim)
-        try:
-            tile = tile_for(*wanted)
-        except StopIteration:
-            raise SystemExit(f"no kernel serves head dims {wanted}: at most 256") from None
+        if any(dim % HEAD_DIM_STEP or not 0 < dim <= HEAD_DIM_MAX for dim in wanted):
+            allowed = f"multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}"
+            raise SystemExit(f"no kernel serves head dims {wanted}; allowed: {allowed}")
+        tile = tile_for(*wanted)
     for spec, config in all_configs():
         if dtype not in (None, spec.dtype) or causal not in (None, spec.causal):
             continue

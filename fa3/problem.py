@@ -5,6 +5,7 @@ Each error names the argument, the value that was got and what is allowed, and c
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +87,9 @@ def check_are_tensors(**arguments: object) -> None:
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-        if value.layout is not torch.strided:
-            raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+        if value.layout is not torch.strided or value.is_nested:
+            kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+            raise TypeError(f"{name} must be a dense (strided) tensor, got {kind}")
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -158,17 +160,19 @@ def default_scale(q: Tensor) -> float:
 
 
 def check_scale(softmax_scale: float) -> None:
-    if not isinstance(softmax_scale, (int, float)) or isinstance(softmax_scale, bool):
+    if not isinstance(softmax_scale, numbers.Real) or isinstance(softmax_scale, bool):
         raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__name__}")
-    if softmax_scale < 0:
+    value = float(softmax_scale)  # of NumPy's small types too: they could not hold the limit
+    if value < 0:
         raise ValueError(f"softmax_scale is {softmax_scale}; allowed: finite and >= 0. Negate q instead")
-    if not softmax_scale <= MAX_SCALE:  # also true of NaN
+    if not value <= MAX_SCALE:  # also true of NaN
         raise ValueError(f"softmax_scale is {softmax_scale}; allowed: finite (up to {MAX_SCALE:.3g}) and >= 0")
 
 
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+        kind = type(value)
+        raise TypeError(f"{name} must be True or False, got {value!r} of type {kind.__module__}.{kind.__qualname__}")
 
 
 def check_later_arguments(
@@ -204,7 +208,7 @@ def check_later_arguments(
 def split_packed(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Views q, k, v of (batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads + 2 * heads_kv, head_dim)."""
     check_are_tensors(qkv=qkv)
-    if num_heads_q is not None and (not isinstance(num_heads_q, int) or isinstance(num_heads_q, bool)):
+    if num_heads_q is not None and (not isinstance(num_heads_q, numbers.Integral) or isinstance(num_heads_q, bool)):
         raise TypeError(f"num_heads_q must be an int or None, got {type(num_heads_q).__name__}")
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:

@@ -99,6 +99,7 @@ def split_attention(
     The parts keep O unrounded, as the kernels do between the split and the merge. A part may be empty.
     """
     scale, seqlen_k = _scale(q, softmax_scale), k.shape[1]
+    _check_positive(num_splits=num_splits)
     if boundaries is None:
         boundaries = [seqlen_k * i // num_splits for i in range(1, num_splits)]
     cuts = [0, *boundaries, seqlen_k]
@@ -128,8 +129,15 @@ def merge(o_parts: Sequence[Array], lse_parts: Sequence[Array]) -> tuple[Array, 
     return out, xp.where(total == 0, -math.inf, largest + xp.log(_positive(total)))
 
 
+def _check_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} is {number}; allowed: 1 and more")
+
+
 def _tiles(q, k, v, scale: float, causal: bool, start: int, stop: int, tile_m: int, tile_n: int):
     """tiled_attention to the keys start..stop, out not yet rounded."""
+    _check_positive(tile_m=tile_m, tile_n=tile_n)
     xp, seqlen_q = _namespace(q), q.shape[1]
     heads_q, heads_k, heads_v = (_widen(x) for x in _by_head(q, k, v))
     shift = k.shape[1] - seqlen_q if causal else None

@@ -49,7 +49,11 @@ class Entry:
 def settings() -> Settings:
     """Read at each use, so that a program may set the variables after it imported this."""
     folder = os.environ.get("FA3_CACHE_DIR") or platformdirs.user_cache_dir("fa3", appauthor=False)
-    return Settings(Path(folder).expanduser(), os.environ.get("FA3_QUIET", "") not in ("", "0"))
+    try:
+        directory = Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"FA3_CACHE_DIR is {folder!r}: {error}") from None
+    return Settings(directory, os.environ.get("FA3_QUIET", "") not in ("", "0"))
 
 
 def path(key: str) -> Path:
@@ -111,7 +115,8 @@ def clear() -> int:
     """Remove every kernel from the folder, and only those files that this module wrote; how many kernels there were."""
     kernels = _files(SUFFIX)
     for file in [*kernels, *_files(".lock"), *_files(".tmp")]:
-        file.unlink(missing_ok=True)
+        if not file.is_dir():
+            file.unlink(missing_ok=True)
     return len(kernels)
 
 
@@ -122,9 +127,10 @@ def _open(file: Path) -> tuple[dict[str, str], bytes] | None:
         if head != MAGIC + hashlib.sha256(body).hexdigest().encode():
             return None
         about, code = body.split(b"\n", 1)
-        return json.loads(about), code
+        said = json.loads(about)
     except (OSError, ValueError):
         return None
+    return (said, code) if isinstance(said, dict) and {"key", "entry", "spec", "config"} <= said.keys() else None
 
 
 def _files(suffix: str) -> list[Path]:

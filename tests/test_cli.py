@@ -70,7 +70,7 @@ def test_missing_rich_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     status, out, err = fa3("demo")
     assert status == 1 and out == ""
-    assert err.count("\n") == 0 and 'pip install "fa3[test]"' in err
+    assert err.count("\n") == 0 and "pip install rich" in err
 
 
 class TestInfo:
@@ -81,7 +81,8 @@ class TestInfo:
         rows = dict(line.strip().split(None, 1) for line in out.splitlines() if line.startswith("  "))
         assert rows["torch"] == torch.__version__ and rows["fa3"] == __version__
         assert rows["folder"] == str(tmp_path)
-        assert rows["kernels"] == "0 in 0 bytes"
+        assert rows["kernels"].startswith("0 in 0 bytes; 0 of the ")
+        assert "sm_90a" in out and "host CPU" in out
         assert "calls on CPU tensors" in out
 
     def test_says_why_cuda_tensors_do_not_work(self, monkeypatch):

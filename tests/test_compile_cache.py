@@ -1,6 +1,7 @@
 """kernels/compile.py and its cache: one compile a key, in any number of processes, whatever befalls the files."""
 
 import errno
+import hashlib
 import os
 import shutil
 import signal
@@ -272,6 +273,27 @@ def test_a_foreign_file_is_rebuilt(toy, kept):
     kept.write_bytes(os.urandom(10000))
     refuses_a_cpu_tensor(compile.load(*toy))
     assert compiles() == 1
+
+
+@pytest.mark.parametrize("about", [b"[]", b'"text"', b"{}", b'{"key": "0"}'])
+def test_a_sound_file_that_says_something_else_is_rebuilt(toy, kept, about):
+    body = about + b"\n" + b"code"
+    kept.write_bytes(cache.MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    assert compile.state(*toy) == "absent" and compile.entries() == []
+
+
+def test_a_folder_in_the_place_of_a_kernel_is_left_alone(toy, kept):
+    kept.unlink()
+    kept.mkdir()
+    refuses_a_cpu_tensor(compile.load(*toy))
+    compile.clear()
+    assert kept.is_dir()
+
+
+def test_a_cache_folder_of_nobody_is_named(monkeypatch):
+    monkeypatch.setenv("FA3_CACHE_DIR", "~nobody-of-this-name/cache")
+    with pytest.raises(ValueError, match="FA3_CACHE_DIR is '~nobody-of-this-name/cache'"):
+        compile.directory()
 
 
 def test_a_kernel_under_another_name_is_not_taken(toy, kept):

@@ -3,6 +3,7 @@
 import math
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -120,10 +121,36 @@ def test_a_negative_scale_comes_with_its_cure():
     torch.testing.assert_close(fa3.flash_attn_func(-q, k, v, softmax_scale=0.5), wanted)
 
 
-@pytest.mark.parametrize("causal", [1, None, "yes", torch.tensor(True)])
-def test_causal_must_be_a_bool(causal):
-    with fails(TypeError, "causal must be True or False", type(causal).__name__):
-        fa3.flash_attn_func(*tensors(), causal=causal)
+@pytest.mark.parametrize("value", [1, None, "yes", torch.tensor(True), np.True_])
+@pytest.mark.parametrize("name", ["causal", "return_lse", "return_attn_probs"])
+def test_flags_must_be_bools(name, value):
+    kind = f"{type(value).__module__}.{type(value).__name__}"
+    with fails(TypeError, f"{name} must be True or False", kind):
+        fa3.flash_attn_func(*tensors(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    "later", [dict(window_size=np.array([-1, -1])), dict(num_splits=torch.tensor(1)), dict(softcap=np.zeros(2))]
+)
+def test_arguments_of_later_work_are_not_compared_element_by_element(later):
+    with fails(NotImplementedError, next(iter(later)), "not supported yet"):
+        fa3.flash_attn_func(*tensors(), **later)
+
+
+def test_numbers_of_numpy_are_numbers():
+    q, k, v = make(Case(seqlen_q=9, seqlen_k=9), "cpu")
+    wanted = fa3.flash_attn_func(q, k, v, 0.5)
+    for scale in (np.float32(0.5), np.float64(0.5), np.float16(0.5)):
+        assert torch.equal(fa3.flash_attn_func(q, k, v, scale), wanted)
+    packed = torch.cat([q, k, v], 2)
+    for heads in (q.shape[2], np.int64(q.shape[2])):
+        assert torch.equal(fa3.flash_attn_qkvpacked_func(packed, 0.5, num_heads_q=heads), wanted)
+
+
+def test_nested_tensors_are_refused():
+    nested = torch.nested.nested_tensor([torch.zeros(3, 2, 64), torch.zeros(4, 2, 64)])
+    with fails(TypeError, "q must be a dense", "nested"):
+        fa3.flash_attn_func(nested, nested, nested)
 
 
 def test_other_chips_are_refused_with_what_was_found():

@@ -247,6 +247,15 @@ def test_whoever_looks_sees_the_operator():
         assert_equal(attend(q, k, v), wanted)
 
 
+def test_values_that_are_not_in_memory_are_not_taken_from_there():
+    q, k, v = make(Case(seqlen_q=100, seqlen_k=100), "cuda")
+    for i in range(3):
+        lazy, plain = [q, k, v], [q, k, v]
+        lazy[i], plain[i] = torch._neg_view(lazy[i]), -plain[i]
+        assert_equal(attend(*lazy), attend(*plain))
+    assert not ops.is_plain(torch._efficientzerotensor(q.shape, dtype=q.dtype, device="cuda"), k, v)
+
+
 def test_derivatives_are_not_lost_on_the_short_way():
     q, k, v = make(Case(seqlen_q=100, seqlen_k=100), "cuda")
     assert not ops.is_plain(torch.nn.Parameter(q), k, v)
