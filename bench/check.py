@@ -50,13 +50,13 @@ class Check:
         group = shape.heads // shape.heads_kv
         for part in self.parts:
             rows = slice(part.start, part.stop)
-            tensors = (
+            at_q, at_k, at_v = (
                 q[part.batch : part.batch + 1, rows, part.head : part.head + 1],
                 k[part.batch : part.batch + 1, : part.num_keys, part.head // group : part.head // group + 1],
                 v[part.batch : part.batch + 1, : part.num_keys, part.head // group : part.head // group + 1],
             )
-            exact, _ = attention(*(x.double() for x in tensors), causal=shape.causal)
-            plain, _ = attention(*tensors, causal=shape.causal)
+            exact, _ = attention(at_q.double(), at_k.double(), at_v.double(), causal=shape.causal)
+            plain, _ = attention(at_q, at_k, at_v, causal=shape.causal)
             self.exact.append(exact[0, :, 0])
             self.yardstick = max(self.yardstick, (plain.double() - exact).abs().max().item())
 

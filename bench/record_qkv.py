@@ -89,7 +89,7 @@ def main() -> None:
         raise SystemExit(f"the text has {len(ids)} tokens, {TOKENS} are needed")
     weights = arguments.model / "model.safetensors"
     recorded = record(Encoder(load_file(weights)), torch.tensor(ids))
-    np.savez_compressed(arguments.output, **recorded)
+    np.savez_compressed(arguments.output, **recorded)  # type: ignore[arg-type]
     print(f"text    sha256 {hashlib.sha256(text.encode()).hexdigest()}")
     print(f"weights sha256 {hashlib.sha256(weights.read_bytes()).hexdigest()}")
     print(f"{arguments.output}: {arguments.output.stat().st_size} bytes, " + ", ".join(recorded))

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from bench.machine import Machine, add_arguments, open_machine, run_command, with_cublas
 from bench.measure import Outcome, Pace, compile_ahead, deadline, jobs_here, measure_configs
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 def candidates(args: argparse.Namespace) -> list[Config]:
     """Every combination of the values given."""
     first, last, step = args.tile_n
-    values: dict[str, Iterable[int]] = {
+    values: dict[str, Iterable[Any]] = {
         "warpgroups": args.warpgroups, "tile_n": range(first, last + 1, step), "stages": args.stages,
         **{switch.name: [word == "on" for word in getattr(args, switch.name)] for switch in SWITCHES},
     }  # fmt: skip
