@@ -210,13 +210,13 @@ def test_new_sizes_compile_nothing(monkeypatch):
     assert len(set(asked)) <= 4
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 4), (2, 4, 0), (0, 0, 0)])
+@pytest.mark.parametrize("shape", [(0, 4, 4, 2), (2, 0, 4, 2), (2, 130, 0, 2), (2, 4, 4, 0), (0, 0, 0, 2)])
 def test_empty_problems(shape):
-    batch, seqlen_q, seqlen_k = shape
+    batch, seqlen_q, seqlen_k, ratio = shape
     for causal in (False, True):
-        case = Case("bfloat16", batch, seqlen_q, seqlen_k, 2, 2, 64, 128, causal)
+        case = Case("bfloat16", batch, seqlen_q, seqlen_k, 2, ratio, 64, 128, causal)
         out, lse = guarded(make(case, DEVICE), None, causal)
-        assert out.shape == (batch, seqlen_q, 4, 128) and lse.shape == (batch, 4, seqlen_q)
+        assert out.shape == (batch, seqlen_q, 2 * ratio, 128) and lse.shape == (batch, 2 * ratio, seqlen_q)
         assert (out == 0).all() and (lse == -math.inf).all()
 
 
