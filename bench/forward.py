@@ -13,7 +13,7 @@ from bench.machine import Machine, add_arguments, open_machine, run_command, wit
 from bench.measure import Contender, Outcome, Pace, compile_ahead, deadline, jobs_here, measure
 from bench.peers import IMPLS, PEERS, config_of, load, spec_of
 from bench.records import RESULTS, append
-from bench.shapes import NAMED, Shape, select
+from bench.shapes import NAMED, Shape, select_or_exit
 
 SUITE = "forward"
 QUICK = Pace(rounds=2, seconds=0.02, rest=0.01)
@@ -43,13 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     options = parser()
     args = options.parse_args(argv)
-    try:
-        names = [*(["grid"] if args.grid or not args.shapes else []), *(args.shapes or [])]
-        shapes = select(names)
-        if args.device == "cpu" and args.out == RESULTS:
-            raise ValueError("--device cpu measures nothing worth keeping: give it an --out")
-    except ValueError as error:
-        options.error(str(error))
+    shapes = select_or_exit(options, [*(["grid"] if args.grid or not args.shapes else []), *(args.shapes or [])])
+    if args.device == "cpu" and args.out == RESULTS:
+        options.error("--device cpu measures nothing worth keeping: give it an --out")
     return run(args, shapes, open_machine(args.device, args.commit), began)
 
 

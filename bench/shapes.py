@@ -4,6 +4,7 @@ FLOPs are counted as the papers count them: two GEMMs, multiply and add, over th
 causal mask on a square that is half of the square, and the exact number of pairs otherwise.
 """
 
+import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -101,3 +102,11 @@ def select(names: Iterable[str]) -> tuple[Shape, ...]:
             raise ValueError(f"no shape named {name!r}; there are grid, models, {', '.join(NAMED)}")
         chosen.update((shape.name, shape) for shape in found)
     return tuple(chosen.values())
+
+
+def select_or_exit(options: argparse.ArgumentParser, names: Iterable[str]) -> tuple[Shape, ...]:
+    """`select` for a command line: a name that is not there ends the process as other wrong arguments do."""
+    try:
+        return select(names)
+    except ValueError as error:
+        options.error(str(error))

@@ -17,7 +17,7 @@ from bench.machine import Machine, add_arguments, open_machine, run_command, wit
 from bench.measure import Outcome, Pace, compile_ahead, deadline, jobs_here, measure_configs
 from bench.peers import reason, spec_of
 from bench.records import append
-from bench.shapes import Shape, select
+from bench.shapes import Shape, select_or_exit
 from fa3.kernels.forward.config import SHARED_BYTES, Config, Spec
 
 SUITE = "sweep"
@@ -96,11 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     options = parser()
     args = options.parse_args(argv)
-    try:
-        shapes = select(args.shapes)
-    except ValueError as error:
-        options.error(str(error))
-    return run(args, shapes, open_machine("cuda", args.commit), began)
+    return run(args, select_or_exit(options, args.shapes), open_machine("cuda", args.commit), began)
 
 
 def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, began: float) -> int:

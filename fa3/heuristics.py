@@ -45,7 +45,8 @@ def config_for(spec: Spec, seqlen_q: int, seqlen_k: int, heads: int, batch: int,
         config = row.small
     if seqlen_k > (row.persistent_causal if spec.causal else row.persistent_full):
         return row.long if row.long is not None and config is row.large else config
-    return replace(config, persistent=_fills(config, spec.causal, seqlen_q, heads * batch, num_sms))
+    persistent = replace(config, persistent=True)
+    return persistent if _fills(persistent, spec.causal, seqlen_q, heads * batch, num_sms) else config
 
 
 def all_configs() -> Iterator[tuple[Spec, Config]]:
@@ -59,6 +60,12 @@ def all_configs() -> Iterator[tuple[Spec, Config]]:
                 yield from ((Spec(dtype, *tile, causal), config) for config in chosen if config is not None)
 
 
+def num_items(config: Config, causal: bool, seqlen_q: int, sequences: int) -> int:
+    """What CTAs take one at a time: query tiles; of a persistent causal grid a long and a short tile of a head."""
+    m_blocks = -(-seqlen_q // config.tile_m)
+    return sequences * ((m_blocks + 1) // 2 if causal and config.persistent else m_blocks)
+
+
 def _padding(large: Config, small: Config, seqlen_q: int, seqlen_k: int) -> float:
     """Scores that the large tile computes over those that the small one computes."""
 
@@ -70,9 +77,8 @@ def _padding(large: Config, small: Config, seqlen_q: int, seqlen_k: int) -> floa
 
 def _fills(config: Config, causal: bool, seqlen_q: int, sequences: int, num_sms: int) -> bool:
     """Whether a persistent grid keeps the multiprocessors busy: more tiles than CTAs; causal, whole rounds of pairs."""
-    m_blocks = -(-seqlen_q // config.tile_m)
+    items = num_items(config, causal, seqlen_q, sequences)
     if not causal:
-        return m_blocks * sequences > num_sms
-    pairs = (m_blocks + 1) // 2 * sequences
-    rounds = -(-pairs // num_sms)
-    return pairs >= FILLED * rounds * num_sms
+        return items > num_sms
+    rounds = -(-items // num_sms)
+    return items >= FILLED * rounds * num_sms

@@ -96,7 +96,8 @@ def _run(run: Callable[..., object], q: Tensor, k: Tensor, v: Tensor, *others: o
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Plan:
-    problem = problem_of(q, k, v, default_scale(q), causal)
+    scale = default_scale(q)
+    problem = problem_of(q, k, v, scale, causal)
     device = q.get_device()
     found = chip(device)
     check_chip(found)
@@ -104,7 +105,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Plan:
     check_sizes(problem, config)
     run = None if problem.is_empty else load(problem.spec, config)
     out_shape = None if problem.out_shape == q.shape else problem.out_shape
-    return Plan(run, out_shape, problem.lse_shape, default_scale(q) * LOG2_E, device, found.num_sms)
+    return Plan(run, out_shape, problem.lse_shape, scale * LOG2_E, device, found.num_sms)
 
 
 def config_of(problem: Problem, num_sms: int) -> Config:

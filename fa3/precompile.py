@@ -111,8 +111,8 @@ def prepare(spec: Spec, config: Config) -> Outcome:
 
 
 def describe(spec: Spec, config: Config) -> str:
-    """One kernel in a few words."""
+    """One kernel in a few words: of two that a call can ask for, no two have the same."""
     mask = "causal" if spec.causal else "full"
-    order = " persistent" if config.persistent else ""
-    tiles = f"{config.tile_m}x{config.tile_n}"
-    return f"{spec.dtype} {spec.head_dim}/{spec.head_dim_v} {mask} {tiles}{order}"
+    words = [f"{spec.dtype} {spec.head_dim}/{spec.head_dim_v} {mask} {config.tile_m}x{config.tile_n}"]
+    words += ["persistent"] * config.persistent + ["no ping-pong"] * (not config.pingpong)
+    return " ".join(words)

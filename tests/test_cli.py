@@ -117,6 +117,13 @@ class TestCompile:
     def own_cache(self, monkeypatch, tmp_path):
         monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
 
+    def test_no_two_kernels_are_described_alike(self):
+        from fa3.heuristics import all_configs
+        from fa3.precompile import describe
+
+        everything = list(all_configs())
+        assert len({describe(*kernel) for kernel in everything}) == len(everything)
+
     def test_selects_by_what_a_call_has(self):
         from fa3.heuristics import all_configs
         from fa3.precompile import select

@@ -5,7 +5,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fa3.heuristics import num_items
 from fa3.kernels.algo.scheduler import Folded, Grid, InOrder, LongestFirst, OneTile, Persistent
+from fa3.kernels.forward.config import Config
 
 grids = st.builds(lambda m, h, b: Grid(m, h, h * b), st.integers(1, 23), st.integers(1, 9), st.integers(1, 7))
 
@@ -31,6 +33,14 @@ def test_every_tile_exactly_once(grid, section, num_sms):
         tiles = work(scheduler, scheduler.ctas(num_sms))
         assert Counter(tile for mine in tiles for tile in mine) == wanted
         assert min(len(mine) for mine in tiles) >= 1
+
+
+@given(grids, st.booleans(), st.booleans())
+def test_the_host_counts_the_same_items(grid, causal, persistent):
+    config = Config(2, 128, persistent=persistent)
+    order = InOrder(grid) if not causal else Folded(grid) if persistent else LongestFirst(grid, 1)
+    for seqlen_q in ((grid.m_blocks - 1) * config.tile_m + 1, grid.m_blocks * config.tile_m):
+        assert num_items(config, causal, seqlen_q, grid.sequences) == order.items
 
 
 @given(grids)
