@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from fa3.device import ASSUMED, Chip, chip
-from fa3.heuristics import num_items
+from fa3.heuristics import num_ctas
 from fa3.kernels.compile import state
 from fa3.kernels.forward.config import Config, Spec
 from fa3.launch import config_of, why_copied
@@ -61,7 +61,6 @@ def explanation_of(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal
     config = config_of(problem, found.num_sms)
     check_sizes(problem, config)
     on_cpu = q.device.type == "cpu"
-    items = num_items(config, causal, problem.seqlen_q, problem.batch * problem.heads)
     runs = REFERENCE if on_cpu else "nothing" if problem.is_empty else "kernel"
     return Explanation(
         runs=runs,
@@ -72,7 +71,7 @@ def explanation_of(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal
         tile=(config.tile_m, config.tile_n),
         schedule=_schedule(config),
         num_tiles=problem.num_tiles(config.tile_m),
-        num_ctas=min(items, found.num_sms) if config.persistent else items,
+        num_ctas=num_ctas(config, problem.seqlen_q, problem.batch * problem.heads, found.num_sms),
         threads=config.threads,
         shared_bytes=config.shared_bytes(problem.spec),
         registers=config.registers,

@@ -57,18 +57,28 @@ def test_known_choices():
     assert choice((128, 128), True, 1024, 16, 16) == Config(2, 128, persistent=True)
     assert choice((64, 64), True, 512, 32, 32) == Config(2, 128, persistent=True)
     assert choice((64, 64), False, 16384, 32, 1) == Config(3, 128)
-    assert choice((256, 256), False, 512, 8, 32) == Config(2, 64, rescale_early=True, persistent=True)
+    assert choice((64, 64), False, 1024, 32, 16) == Config(3, 128, persistent=True)
+    assert choice((256, 256), True, 512, 8, 32) == Config(2, 64, rescale_early=True, persistent=True)
+    assert choice((256, 256), True, 4096, 8, 4) == Config(2, 80, rescale_early=True, persistent=True)
     assert choice((256, 256), True, 16384, 8, 1) == Config(2, 80, rescale_early=True)
 
 
 def test_a_causal_grid_that_would_leave_multiprocessors_idle_is_not_persistent():
-    """8 heads of 2048 queries are 64 pairs of tiles for 132 multiprocessors."""
+    """8 heads of 2048 queries are 128 tiles, the longest 16 blocks and the mean 8.5, for 132 multiprocessors."""
     assert not config_for(Spec("bfloat16", 128, 128, True), 2048, 2048, 8, 1, 132).persistent
 
 
 def test_shared_bytes_of_the_largest():
-    """hd256, 128 x 80, 2 stages: Q 64 KiB, K and V 80 KiB each, 10 barriers, an alignment gap."""
+    """hd256, 128 x 80, 2 stages: Q 64 KiB, K and V 80 KiB each, 12 barriers, an alignment gap."""
     spec = Spec("bfloat16", 256, 256, False)
-    assert Config(2, 80).shared_bytes(spec) == 65536 + 4 * 40960 + 80 + 1024
-    assert Config(2, 80, persistent=True).o_over_q(spec)
-    assert not Config(2, 128, persistent=True).o_over_q(Spec("bfloat16", 128, 128, False))
+    assert Config(2, 80).shared_bytes(spec) == 65536 + 4 * 40960 + 96 + 1024
+    assert (Config(2, 80).o_place(spec), Config(2, 80, persistent=True).o_place(spec)) == ("q", "v")
+    assert Config(2, 128, persistent=True).o_place(Spec("bfloat16", 128, 128, False)) == "own"
+
+
+@pytest.mark.parametrize(("spec", "config"), list(all_configs()), ids=str)
+def test_o_fits_in_its_place(spec, config):
+    """A warpgroup's 64 rows of O in its own Q tile, or in a V stage of its own."""
+    place = config.o_place(spec)
+    assert place != "q" or spec.head_dim_v <= spec.head_dim
+    assert place != "v" or (64 <= config.tile_n and config.warpgroups <= config.stages)

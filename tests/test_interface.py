@@ -188,13 +188,6 @@ def test_explain_counts_the_ctas_of_a_persistent_grid(monkeypatch):
     assert found.num_tiles >= 300 and found.num_ctas == 132 and "persistent" in found.schedule
 
 
-def test_explain_counts_pairs_of_tiles_of_a_persistent_causal_grid():
-    """60 heads of 4 tiles are 120 pairs: 120 CTAs, not one for each of the 132 SMs that the 240 tiles would fill."""
-    q, k, v = (x.to("meta") for x in make(Case(batch=15, seqlen_q=512, seqlen_k=512, heads_kv=4, head_dim=128), "cpu"))
-    found = fa3.explain(q, k, v, causal=True)
-    assert found.config.persistent and (found.num_tiles, found.num_ctas) == (240, 120)
-
-
 def test_explain_names_the_inputs_that_would_be_copied():
     q, k, v = make(Case(seqlen_q=3, seqlen_k=4, heads_kv=2), "cpu")
     odd = torch.empty(1, 3, 2, 65, dtype=torch.bfloat16, device="meta")[..., 1:]

@@ -1,7 +1,7 @@
 """Who computes which query tile, and in which order.
 
-An order numbers items of about equal cost or, where the hardware balances them, the longest first. Neighbours run at
-the same time, so they share K and V in L2. A scheduler hands the items to CTAs.
+An order numbers the tiles, for CTAs that come and go by the item, for CTAs that stay by the CTA's turn. Neighbours run
+at the same time, so they share K and V in L2. A scheduler walks a CTA through its tiles.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 L2_BYTES = 32 * 2**20  # K and V of the heads of a section stay under this (the L2 of sm_90 has 50 to 60 MB)
+
+
+def pick(condition, a, b):
+    """a or b. NOTE: where tests walk through an order on the host, conditions are Python's, which `select_` refuses."""
+    return (a if condition else b) if isinstance(condition, bool) else cutlass.select_(condition, a, b)
 
 
 class WorkTile(NamedTuple):
@@ -36,22 +41,28 @@ class Grid(NamedTuple):
         return WorkTile(m_block, sequence % self.heads, sequence // self.heads, nth, base)
 
 
+class Turn(NamedTuple):
+    """What a CTA that stays does in one of its turns."""
+
+    exists: Boolean
+    m_block: Int32
+    sequence: Int32
+
+
 class InOrder(NamedTuple):
     """Every tile costs the same: those of one head after the other."""
 
     grid: Grid
-    parts = 1
 
-    @property
-    def items(self):
-        return self.grid.tiles
-
-    def at(self, item: Int32, part: Int32) -> tuple[Int32, Int32]:
-        """m_block and sequence of a part of an item."""
+    def at(self, item: Int32) -> tuple[Int32, Int32]:
+        """m_block and sequence of the item-th tile."""
         return item % self.grid.m_blocks, item // self.grid.m_blocks
 
-    def exists(self, item: Int32, part: Int32):
-        return Boolean(True)
+    def turns(self, cta: Int32, ctas: Int32):
+        return (self.grid.tiles - cta + ctas - 1) // ctas
+
+    def turn(self, turn: Int32, cta: Int32, ctas: Int32) -> Turn:
+        return Turn(Boolean(True), *self.at(turn * ctas + cta))
 
 
 class LongestFirst(NamedTuple):
@@ -61,44 +72,67 @@ class LongestFirst(NamedTuple):
 
     grid: Grid
     section: Int32  # sequences in a section
-    parts = 1
 
-    @property
-    def items(self):
-        return self.grid.tiles
-
-    def at(self, item: Int32, part: Int32) -> tuple[Int32, Int32]:
+    def at(self, item: Int32) -> tuple[Int32, Int32]:
+        """m_block and sequence of the item-th tile."""
         m_blocks, sequences = self.grid.m_blocks, self.grid.sequences
         first = item // (self.section * m_blocks) * self.section
         size = cutlass.min(self.section, sequences - first)
         rest = item - first * m_blocks
         return m_blocks - 1 - rest // size, first + rest % size
 
-    def exists(self, item: Int32, part: Int32):
-        return Boolean(True)
-
 
 class Folded(NamedTuple):
-    """Causal tiles for CTAs that stay: a long and a short tile of one head are an item, all items cost the same."""
+    """Causal tiles for CTAs that stay.
+
+    First rounds of pairs, a long and a short tile of one head, which all cost the same. The tiles of the last full
+    round and of what is left after it are dealt out one by one, longest first and back and forth: all CTAs end at once.
+    NOTE: no more than that. Dealt tiles run with those of many heads, whose K and V do not stay in L2.
+    """
 
     grid: Grid
-    parts = 2
 
     @property
     def folds(self):
+        """Pairs of a sequence; the middle tile of an odd number is one by itself."""
         return (self.grid.m_blocks + 1) // 2
 
-    @property
-    def items(self):
-        return self.folds * self.grid.sequences
+    def rounds(self, ctas: Int32):
+        """Of pairs."""
+        return cutlass.max(self.folds * self.grid.sequences // ctas - 1, 0)
 
-    def at(self, item: Int32, part: Int32) -> tuple[Int32, Int32]:
-        fold, last = item % self.folds, self.grid.m_blocks - 1
-        return fold + (1 - part) * (last - 2 * fold), item // self.folds
+    def turns(self, cta: Int32, ctas: Int32):
+        rounds = self.rounds(ctas)
+        pairs = rounds * ctas
+        alone = self.grid.m_blocks % 2 * (pairs // self.folds)  # of the pairs, those without a partner
+        return 2 * rounds + (self.grid.tiles - 2 * pairs + alone + ctas - 1) // ctas
 
-    def exists(self, item: Int32, part: Int32):
-        """The middle tile of an odd number has no partner."""
-        return (part == 0) | (2 * (item % self.folds) != self.grid.m_blocks - 1)
+    def turn(self, turn: Int32, cta: Int32, ctas: Int32) -> Turn:
+        rounds = self.rounds(ctas)
+        pair, single = self.paired(turn, cta, ctas), self.dealt(turn - 2 * rounds, cta, ctas, rounds * ctas)
+        return Turn(*(pick(turn < 2 * rounds, a, b) for a, b in zip(pair, single, strict=True)))
+
+    def paired(self, turn: Int32, cta: Int32, ctas: Int32) -> Turn:
+        item, part, last = turn // 2 * ctas + cta, turn % 2, self.grid.m_blocks - 1
+        fold = item % self.folds
+        return Turn((part == 0) | (2 * fold != last), fold + (1 - part) * (last - 2 * fold), item // self.folds)
+
+    def dealt(self, turn: Int32, cta: Int32, ctas: Int32, pairs: Int32) -> Turn:
+        """From the tiles that the pairs leave: of `sequence` those from `fold` to its mirror, of those after it all."""
+        m_blocks = self.grid.m_blocks
+        back = turn % 2
+        place = turn * ctas + cta + back * (ctas - 1 - 2 * cta)
+        sequence, fold = pairs // self.folds, pairs % self.folds
+        whole = self.grid.sequences - 1 - sequence
+        middle = fold * whole  # where the tiles begin of which `sequence` has one, too
+        short = middle + (m_blocks - 2 * fold) * (whole + 1)
+        is_middle = (place >= middle) & (place < short)
+        start = pick(place < middle, 0, pick(is_middle, middle, short))
+        longest = pick(place < middle, m_blocks, pick(is_middle, m_blocks - fold, fold)) - 1
+        width = cutlass.max(whole + pick(is_middle, 1, 0), 1)
+        rest = place - start
+        first = sequence + pick(is_middle, 0, 1)
+        return Turn(place < short + middle, longest - rest // width, first + rest % width)
 
 
 def section_in_l2(kv_bytes: Int64, ratio: Int32, sequences: Int32) -> Int32:
@@ -113,30 +147,22 @@ class OneTile(NamedTuple):
     order: InOrder | LongestFirst
 
     def ctas(self, num_sms: Int32):
-        return self.order.items
+        return self.order.grid.tiles
 
     @cute.jit
     def for_each(self, blocks_of: cutlass.Constexpr, run: cutlass.Constexpr):
         item, _, _ = cute.arch.block_idx()
-        tile = self.order.grid.tile(*self.order.at(item, Int32(0)), Int32(0), Int32(0))
+        tile = self.order.grid.tile(*self.order.at(item), Int32(0), Int32(0))
         run(tile, blocks_of(tile))
 
 
 class Persistent(NamedTuple):
-    """One CTA an SM, item after item: the producer is in the next tile while the consumers end the last."""
+    """One CTA an SM, tile after tile: the producer is in the next one while the consumers end the last."""
 
     order: InOrder | Folded
 
     def ctas(self, num_sms: Int32):
-        return cutlass.min(self.order.items, num_sms)
-
-    def turns(self, cta, ctas):
-        """How many parts of items a CTA goes through."""
-        return (self.order.items - cta + ctas - 1) // ctas * self.order.parts
-
-    def at(self, turn, cta, ctas):
-        """Item and part of a turn."""
-        return turn // self.order.parts * ctas + cta, turn % self.order.parts
+        return cutlass.min(self.order.grid.tiles, num_sms)
 
     @cute.jit
     def for_each(self, blocks_of: cutlass.Constexpr, run: cutlass.Constexpr):
@@ -144,10 +170,10 @@ class Persistent(NamedTuple):
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         nth, base = Int32(0), Int32(0)
-        for turn in cutlass.range(self.turns(cta, ctas), unroll=1):
-            item, part = self.at(turn, cta, ctas)
-            if order.exists(item, part):
-                tile = order.grid.tile(*order.at(item, part), nth, base)
+        for i in cutlass.range(order.turns(cta, ctas), unroll=1):
+            turn = order.turn(i, cta, ctas)
+            if turn.exists:
+                tile = order.grid.tile(turn.m_block, turn.sequence, nth, base)
                 blocks = blocks_of(tile)
                 run(tile, blocks)
                 nth = nth + 1

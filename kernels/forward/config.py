@@ -46,20 +46,26 @@ class Config:
         """Registers a thread of the producer and of the consumers: what setmaxnreg makes of the 64 Ki of an SM."""
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
 
-    def o_over_q(self, spec: Spec) -> bool:
-        """Whether O leaves through Q's shared memory: of a single tile always, else where it has no room of its own."""
-        own = ELEMENT_BYTES * self.tile_m * spec.head_dim_v
-        return not self.persistent or self._shared_bytes(spec) + own > SHARED_BYTES
+    def o_place(self, spec: Spec) -> str:
+        """Shared memory that O leaves through: "own", or where there is no room "q" or "v".
+
+        Over Q where no other tile follows. Over V where one does, so that its Q and first K are fetched meanwhile.
+        """
+        if not self.persistent:
+            return "q"
+        return "own" if self._shared_bytes(spec) + self._o_bytes(spec) <= SHARED_BYTES else "v"
 
     def shared_bytes(self, spec: Spec) -> int:
         """Dynamic shared memory of a CTA."""
-        own = 0 if self.o_over_q(spec) else ELEMENT_BYTES * self.tile_m * spec.head_dim_v
-        return self._shared_bytes(spec) + own
+        return self._shared_bytes(spec) + (self._o_bytes(spec) if self.o_place(spec) == "own" else 0)
+
+    def _o_bytes(self, spec: Spec) -> int:
+        return ELEMENT_BYTES * self.tile_m * spec.head_dim_v
 
     def _shared_bytes(self, spec: Spec) -> int:
         """Tiles of Q and of the K and V rings, their barriers, one alignment gap."""
         kv = self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v)
-        return ELEMENT_BYTES * (self.tile_m * spec.head_dim + kv) + 8 * 2 * (1 + 2 * self.stages) + 1024
+        return ELEMENT_BYTES * (self.tile_m * spec.head_dim + kv) + 8 * 2 * (2 + 2 * self.stages) + 1024
 
 
 def tile_for(head_dim: int, head_dim_v: int) -> tuple[int, int]:

@@ -11,37 +11,101 @@ from ..algo.blocks import WARPGROUP_ROWS
 from ..algo.scheduler import WorkTile
 from ..algo.seqlen import DenseSeqlen
 from ..prims.ring import Ring
-from ..prims.tma import Operand
+from ..prims.tma import Feed, Operand
 from ..prims.wgmma import ROWS
 
-WARPGROUP_THREADS = 128
+WARPS, WARPGROUP_THREADS = 4, 128  # of a warpgroup
+
+
+class OverQ(NamedTuple):
+    """O leaves through its warpgroup's own Q tile, which is finished by then."""
+
+    q_ring: Ring
+
+    def before_last_values(self, tile: WorkTile): ...
+
+    def take(self, tile: WorkTile, end: Int32): ...
+
+    def give_back(self, tile: WorkTile):
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.q_ring.release(tile.nth)
+
+    def guard(self, v: Feed, tile: WorkTile) -> Feed:
+        return v
+
+
+class Apart(NamedTuple):
+    """O has shared memory of its own: the next tile's rows wait for the last store to have read it."""
+
+    q_ring: Ring
+    barrier: Int32
+
+    def before_last_values(self, tile: WorkTile):
+        self.q_ring.release(tile.nth)
+
+    @cute.jit
+    def take(self, tile: WorkTile, end: Int32):
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync(self.barrier)
+
+    def give_back(self, tile: WorkTile): ...
+
+    def guard(self, v: Feed, tile: WorkTile) -> Feed:
+        return v
+
+
+class OverV(NamedTuple):
+    """O leaves through a V stage, one a warpgroup, when both warpgroups are done with V; the next tile's V waits."""
+
+    q_ring: Ring
+    v_ring: Ring
+    stored: Ring  # one position a tile: each warpgroup's O has left
+    stage: Int32  # of V
+
+    def before_last_values(self, tile: WorkTile):
+        self.q_ring.release(tile.nth)
+
+    def take(self, tile: WorkTile, end: Int32):
+        ahead = (self.stage + self.v_ring.stages - self.v_ring.stage(end)) % self.v_ring.stages
+        self.v_ring.wait_empty(end + ahead)
+
+    def give_back(self, tile: WorkTile):
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.stored.release(tile.nth)
+
+    def guard(self, v: Feed, tile: WorkTile) -> "Guarded":
+        return Guarded(v, self.stored, tile.nth)
+
+
+class Guarded(NamedTuple):
+    """A feed that waits until the stages that it fills hold no O."""
+
+    feed: Feed
+    stored: Ring
+    nth: Int32
+
+    def put(self, i, tile):
+        self.stored.wait_empty(self.nth)
+        self.feed.put(i, tile)
 
 
 class OutputTile(NamedTuple):
-    """One warpgroup's 64 rows of O in shared memory, on their way to global memory.
-
-    Over Q: the warpgroup's own Q tile, finished by then; Q is released when the store has read it.
-    Own: a place of its own, so that the next Q is fetched meanwhile; the next tile's rows wait for the last store.
-    """
+    """One warpgroup's 64 rows of O in shared memory, on their way to global memory."""
 
     operand: Operand
     sO: cute.Tensor  # (64, head_dim_v)
-    over_q: bool
-    q_ring: Ring
+    place: OverQ | Apart | OverV
     barrier: Int32  # named barrier of this warpgroup
     head_dim_v: int
-
-    def before_last_values(self, tile: WorkTile):
-        """QK of the tile is done: Q can go unless O is to lie over it."""
-        if not self.over_q:
-            self.q_ring.release(tile.nth)
 
     @cute.jit
     def store(
         self, acc_O: cute.Tensor, tiled_mma: cute.TiledMma, seqlen: DenseSeqlen, tile: WorkTile, row: Int32,
-        thread: Int32,
+        thread: Int32, end: Int32,
     ):  # fmt: skip
-        """acc_O (64, head_dim_v) -> sO -> O from `row` on, clipped at its end. `thread` of the warpgroup.
+        """acc_O (64, head_dim_v) -> sO -> O from `row` on, clipped at its end. `thread` of the warpgroup; the tile's
+        key blocks lie in the rings before `end`.
 
         NOTE: rows before query 0 must not reach the store: TMA traps on a negative coordinate there.
         """
@@ -49,15 +113,11 @@ class OutputTile(NamedTuple):
         rO.store(acc_O.load().to(self.sO.element_type))
         to_shared = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.sO.element_type)
         thr = cute.make_tiled_copy_C(to_shared, tiled_mma).get_slice(thread)
-        warp_in_group = cute.arch.make_warp_uniform(thread // 32)
-        if cutlass.const_expr(not self.over_q):
-            if warp_in_group == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self.sync()
+        self.place.take(tile, end)
         cute.copy(to_shared, thr.retile(rO), thr.partition_D(self.sO))
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync()
-        if warp_in_group == 0:
+        sync(self.barrier)
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
             if row >= 0:
                 mO = seqlen.select(self.operand.tensor, tile.head, tile.batch)
                 gO = cute.local_tile(mO, (WARPGROUP_ROWS, self.head_dim_v), (row // WARPGROUP_ROWS, 0))
@@ -65,12 +125,12 @@ class OutputTile(NamedTuple):
                 s, g = cpasync.tma_partition(self.operand.atom, 0, cute.make_layout(1), s, g)
                 cute.copy(self.operand.atom, s, g)
             cute.arch.cp_async_bulk_commit_group()
-            if cutlass.const_expr(self.over_q):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                self.q_ring.release(tile.nth)
+            self.place.give_back(tile)
 
-    def sync(self):
-        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP_THREADS)
+
+def sync(barrier: Int32):
+    """Of one warpgroup."""
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
 
 
 @cute.jit

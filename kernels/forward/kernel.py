@@ -9,6 +9,7 @@ q_full         TMA     1             Q bytes of the CTA
 k_full v_full  TMA     stages        bytes of a block
 q_empty        warps   1             each consumer warp; where O lies over Q: the storing warp of each warpgroup
 k_empty v_empty warps  stages        each consumer warp
+stored         warps   1             where O lies over V: the storing warp of each warpgroup
 turns          named   warpgroups    256 threads: who waits, who lets go
 o_tile         named   warpgroups    128 threads: a warpgroup's O is in shared memory
 """
@@ -36,7 +37,7 @@ from ..prims.tma import Operand, operand
 from ..prims.turns import NoTurns, Turns
 from ..prims.wgmma import ROWS, scale_rows
 from .config import ELEMENT_BYTES, Config, Spec
-from .epilogue import OutputTile, store_lse
+from .epilogue import Apart, OutputTile, OverQ, OverV, store_lse
 from .load import DenseKV, QuerySource, load_kv
 from .mma import AmongExponentials, Attention, InTurn, Overlapped, UnderQK, attend
 
@@ -51,6 +52,7 @@ CONSUMER_WARPS = 4  # of a warpgroup
 class Producer(NamedTuple):
     query: QuerySource
     kv: DenseKV
+    place: OverQ | Apart | OverV  # of O
     seqlen: DenseSeqlen
     spec: Spec
     config: Config
@@ -65,7 +67,7 @@ class Producer(NamedTuple):
     def run(self, tile: WorkTile, blocks: Blocks):
         k, v = self.kv.feeds(self.seqlen, tile)
         self.query.put(self.seqlen, tile, self.row(tile))
-        load_kv(k, v, blocks, tile.base)
+        load_kv(k, self.place.guard(v, tile), blocks, tile.base)
 
 
 class Consumer(NamedTuple):
@@ -89,12 +91,12 @@ class Consumer(NamedTuple):
         mask = Mask(row, column, self.seqlen.of(tile.batch), c.tile_n, self.spec.causal)
         self.q_ring.wait_full(tile.nth)
         attend(self.schedule, a, mask, blocks, tile.base)
-        self.output.before_last_values(tile)
+        self.output.place.before_last_values(tile)
         self.schedule.last(a, tile.base + blocks.count - 1)
         inverse, lse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
         a.softmax.finish(inverse, lse)
         scale_rows(a.acc_O, inverse)
-        self.output.store(a.acc_O, a.pv, self.seqlen, tile, first, thread)
+        self.output.store(a.acc_O, a.pv, self.seqlen, tile, first, thread, tile.base + blocks.count)
         store_lse(lse, self.mLSE[tile.batch, tile.head, None], row, column)
 
 
@@ -155,13 +157,13 @@ class Forward:
         scale_log2: Float32, seqlen: DenseSeqlen, head_map: HeadMap, order,
     ):  # fmt: skip
         c, spec, scheduler = self.config, self.spec, self.scheduler(order)
-        over_q = c.o_over_q(spec)
         smem = cutlass.memory.SmemAllocator()
         sQ, sK, sV = (self.stages(smem, x) for x in (Q, K, V))
-        sO = None if const_expr(over_q) else self.stages(smem, O)
+        sO = self.stages(smem, O) if const_expr(c.o_place(spec) == "own") else None
         consumers = c.warpgroups * CONSUMER_WARPS
-        q_ring = self.ring(smem, sQ, 1, c.warpgroups if over_q else consumers)
+        q_ring = self.ring(smem, sQ, 1, c.warpgroups if c.o_place(spec) == "q" else consumers)
         k_ring, v_ring = (self.ring(smem, sX, c.stages, consumers) for sX in (sK, sV))
+        stored = self.ring(smem, sQ, 1, c.warpgroups)
         thread, _, _ = cute.arch.thread_idx()
         role = cute.arch.make_warp_uniform(thread // 128)  # 0 producer, 1.. consumers
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -169,7 +171,7 @@ class Forward:
             for x in (Q, K, V, O):
                 cpasync.prefetch_descriptor(x.atom)
             with cute.arch.elect_one():
-                for ring in (q_ring, k_ring, v_ring):
+                for ring in (q_ring, k_ring, v_ring, stored):
                     ring.init()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -180,20 +182,20 @@ class Forward:
             if warp == 0:
                 query = QuerySource(Q, sQ, q_ring, c.warpgroups, spec.head_dim)
                 kv = DenseKV(K, V, sK, sV, k_ring, v_ring, head_map, c.tile_n, spec.head_dim, spec.head_dim_v)
-                producer = Producer(query, kv, seqlen, spec, c)
+                place, _ = self.o_place(sQ, sO, sV, O, q_ring, v_ring, stored, Int32(0))
+                producer = Producer(query, kv, place, seqlen, spec, c)
                 scheduler.for_each(producer.blocks, producer.run)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             wg, thread = role - 1, thread % 128
             attention = self.attention(qk, pv, sQ[None, None, wg], sK, sV, k_ring, v_ring, scale_log2, wg)
-            own = self.over(sQ[None, None, wg], O) if const_expr(over_q) else sO[None, None, wg]
-            output = OutputTile(O, own, over_q, q_ring, O_BARRIER + wg, spec.head_dim_v)
+            place, own = self.o_place(sQ, sO, sV, O, q_ring, v_ring, stored, wg)
+            output = OutputTile(O, own, place, O_BARRIER + wg, spec.head_dim_v)
             schedule = Overlapped() if c.overlap else InTurn()
             attention.turns.start()
             consumer = Consumer(attention, schedule, output, q_ring, mLSE, seqlen, wg, thread, spec, c)
             scheduler.for_each(consumer.blocks, consumer.run)
-            if const_expr(not over_q):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def stages(self, smem, x: Operand) -> cute.Tensor:
         return smem.allocate_tensor(self.dtype, x.layout.outer, byte_alignment=1024, swizzle=x.layout.inner)
@@ -202,9 +204,17 @@ class Forward:
         bars = smem.allocate_array(Int64, 2 * stages)
         return Ring(bars, bars + stages, stages, cute.size_in_bytes(sX.element_type, sX.layout) // stages, consumers)
 
-    def over(self, sQ: cute.Tensor, O: Operand) -> cute.Tensor:
-        """O's layout on the memory of a Q tile."""
-        return cute.make_tensor(sQ.iterator, cute.slice_(O.layout.outer, (None, None, 0)))
+    def o_place(self, sQ, sO, sV, O: Operand, q_ring, v_ring, stored, wg) -> tuple[OverQ | Apart | OverV, cute.Tensor]:
+        """How a warpgroup's O leaves, and its shared memory (64, head_dim_v)."""
+
+        def over(sX: cute.Tensor) -> cute.Tensor:
+            return cute.make_tensor(sX[None, None, wg].iterator, cute.slice_(O.layout.outer, (None, None, 0)))
+
+        return {
+            "q": lambda: (OverQ(q_ring), over(sQ)),
+            "own": lambda: (Apart(q_ring, O_BARRIER + wg), sO[None, None, wg]),
+            "v": lambda: (OverV(q_ring, v_ring, stored, wg), over(sV)),
+        }[self.config.o_place(self.spec)]()
 
     def attention(self, qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2, wg) -> Attention:
         c = self.config

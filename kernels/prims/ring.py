@@ -31,6 +31,10 @@ class Ring(NamedTuple):
     def wait_full(self, i):
         cute.arch.mbarrier_wait(self.full + self.stage(i), self.phase(i))
 
+    def wait_empty(self, i):
+        """Until every consumer has released what stood in the stage of position i before it."""
+        cute.arch.mbarrier_wait(self.empty + self.stage(i), self.phase(i) ^ 1)
+
     def release(self, i):
         """One arrival from the calling warp."""
         with cute.arch.elect_one():
@@ -38,7 +42,7 @@ class Ring(NamedTuple):
 
     def claim(self, i):
         """Wait until the stage is free and announce its bytes; returns the mbarrier that the copies must signal."""
-        cute.arch.mbarrier_wait(self.empty + self.stage(i), self.phase(i) ^ 1)
+        self.wait_empty(i)
         full = self.full + self.stage(i)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
