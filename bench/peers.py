@@ -132,7 +132,8 @@ def kernel(spec: Any, config: Any, shape: Shape, num_sms: int) -> Attention:
 
     def attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
         assert causal == spec.causal
-        run(q, k, v, o, lse, scale_log2, num_sms)
+        tickets = q.new_zeros(1, dtype=torch.int32) if config.dynamic else None
+        run(q, k, v, o, lse, tickets, scale_log2, num_sms)
         return o
 
     attention.output = o  # type: ignore[attr-defined]

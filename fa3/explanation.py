@@ -95,7 +95,7 @@ def _chip_of(q: Tensor) -> tuple[Chip, str]:
 def _schedule(config: Config) -> str:
     order = "overlap of softmax and GEMMs" if config.overlap else "no overlap"
     turns = "ping-pong" if config.pingpong else "no ping-pong"
-    ctas = "persistent" if config.persistent else "one CTA a tile"
+    ctas = "dynamic" if config.dynamic else "persistent" if config.persistent else "one CTA a tile"
     return f"1 producer and {config.warpgroups} consumer warpgroups, {order}, {turns}, {ctas}"
 
 

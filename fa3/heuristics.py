@@ -1,42 +1,48 @@
 """Which Config a problem gets. docs/tuning.md has the measurements behind every number here."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fa3.kernels.forward.config import TILES, Config, Spec
+from fa3.kernels.forward.config import Config, Spec
 
 DTYPES = ("bfloat16", "float16")
 PADDING = {False: 1.13, True: 1.08}  # how much more padding a larger tile may compute than a smaller one; causal or not
 BALANCED = 0.95  # mean over longest load of the multiprocessors: less costs more than a persistent causal grid gains
+DRAWN = 4  # tiles a multiprocessor: with fewer, clearing the counter of a dynamic grid (2 us) is not worth it
 MANY_TILES = 2**15
 ALWAYS = 2**31
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tile's choices, full and causal."""
+    """One tile's choices. A persistent grid is dynamic where nothing else is said."""
 
     large: Config  # where its padding is small beside the smaller tile's
     small: Config | None = None
-    long: Config | None = None  # instead of large, beyond the persistent limit
-    persistent_full: int = 1024  # up to this many keys: the share of a tile that is not its main loop is worth hiding
-    persistent_causal: int = 1024
+    dynamic: dict[str, bool] = field(default_factory=dict)  # what else differs in a dynamic grid
+    fixed_full: int = 0  # up to this many keys a persistent grid goes by the fixed rule
+    fixed_causal: int = 0
+
+    def schedules(self, config: Config) -> tuple[Config, Config, Config]:
+        """One tile a CTA, persistent by the fixed rule, dynamic."""
+        persistent = replace(config, persistent=True)
+        return config, persistent, replace(persistent, dynamic=True, **self.dynamic)
 
 
 ROWS: dict[tuple[int, int], Row] = {
     # 3 warpgroups keep the exponentials busier (+12 % at 4K and above); 192 rows do not divide 512 or 1024.
-    (64, 64): Row(Config(3, 128), Config(2, 128), persistent_full=4096, persistent_causal=ALWAYS),
+    (64, 64): Row(Config(3, 128), Config(2, 128)),
     # With 3 warpgroups a thread has registers for 80 keys only, which is slower below 4K and no faster above.
-    (96, 96): Row(Config(2, 128), persistent_full=ALWAYS, persistent_causal=ALWAYS),
-    # The turns of ping-pong cost 1 to 2 % at 16K and gain 1 % at 1K.
-    (128, 128): Row(Config(2, 128), None, Config(2, 128, pingpong=False), persistent_full=4096, persistent_causal=4096),
-    (192, 128): Row(Config(2, 128), persistent_full=ALWAYS, persistent_causal=ALWAYS),
-    # What shared memory holds. O leaves through V's place.
-    (192, 192): Row(Config(2, 112), persistent_full=ALWAYS, persistent_causal=4096),
+    (96, 96): Row(Config(2, 128), fixed_causal=ALWAYS),
+    # The turns of ping-pong cost 1 to 2 % at 4K and 16K and gain 1 % below.
+    (128, 128): Row(Config(2, 128), None, {"pingpong": False}, fixed_full=512, fixed_causal=1024),
+    (192, 128): Row(Config(2, 128), fixed_full=ALWAYS, fixed_causal=ALWAYS),
+    # What shared memory holds.
+    (192, 192): Row(Config(2, 112)),
     # 128 O registers a thread: rescaled under QK +4 % over rescaled among the exponentials. 80 does not divide 512.
-    (256, 256): Row(Config(2, 80, rescale_early=True), Config(2, 64, rescale_early=True), persistent_causal=4096),
+    (256, 256): Row(Config(2, 80, rescale_early=True), Config(2, 64, rescale_early=True)),
 }
 
 
@@ -46,21 +52,25 @@ def config_for(spec: Spec, seqlen_q: int, seqlen_k: int, heads: int, batch: int,
     config = row.large
     if row.small is not None and _padding(row.large, row.small, seqlen_q, seqlen_k) > PADDING[spec.causal]:
         config = row.small
-    if seqlen_k > (row.persistent_causal if spec.causal else row.persistent_full):
-        return row.long if row.long is not None and config is row.large else config
-    persistent = replace(config, persistent=True)
-    return persistent if _fills(persistent, spec.causal, seqlen_q, heads * batch, num_sms) else config
+    one_tile, fixed, dynamic = row.schedules(config)
+    m_blocks, sequences = -(-seqlen_q // config.tile_m), heads * batch
+    tiles = m_blocks * sequences
+    if tiles <= num_sms:
+        return one_tile
+    is_balanced = not spec.causal or balance(m_blocks, sequences, num_sms) >= BALANCED
+    by_rule = is_balanced and seqlen_k <= (row.fixed_causal if spec.causal else row.fixed_full)
+    if tiles >= DRAWN * num_sms and not by_rule:
+        return dynamic
+    return fixed if is_balanced else one_tile
 
 
 def all_configs() -> Iterator[tuple[Spec, Config]]:
     """Every (Spec, Config) that config_for can return."""
     for dtype in DTYPES:
-        for tile in TILES:
-            row = ROWS[tile]
-            chosen = [row.large, row.small, row.long]
-            chosen += [replace(config, persistent=True) for config in (row.large, row.small) if config is not None]
+        for tile, row in ROWS.items():
+            chosen = [c for config in (row.large, row.small) if config is not None for c in row.schedules(config)]
             for causal in (False, True):
-                yield from ((Spec(dtype, *tile, causal), config) for config in chosen if config is not None)
+                yield from ((Spec(dtype, *tile, causal), config) for config in chosen)
 
 
 def num_ctas(config: Config, seqlen_q: int, sequences: int, num_sms: int) -> int:
@@ -96,11 +106,3 @@ def _padding(large: Config, small: Config, seqlen_q: int, seqlen_k: int) -> floa
         return -(-seqlen_q // c.tile_m) * c.tile_m * -(-seqlen_k // c.tile_n) * c.tile_n
 
     return scores(large) / scores(small)
-
-
-def _fills(config: Config, causal: bool, seqlen_q: int, sequences: int, num_sms: int) -> bool:
-    """Whether a persistent grid keeps the multiprocessors busy: more tiles than CTAs; causal, balanced."""
-    m_blocks = -(-seqlen_q // config.tile_m)
-    if not causal:
-        return m_blocks * sequences > num_sms
-    return balance(m_blocks, sequences, num_sms) >= BALANCED

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, contiguous_format, empty_like, float32
+from torch import Tensor, contiguous_format, empty_like, float32, int32
 from torch.cuda import current_device
 
 from fa3.device import chip
@@ -49,6 +49,7 @@ class Plan(NamedTuple):
     scale_log2: float  # of the default scale
     device: int
     num_sms: int
+    is_dynamic: bool  # the kernel takes a counter, 0 at its start
 
 
 _plans: dict[tuple, Plan] = {}
@@ -67,7 +68,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal
         if len(_plans) >= PLANS_MAX:
             _plans.clear()
         _plans[key] = plan
-    run, out_shape, lse_shape, scale_log2, device, num_sms = plan
+    run, out_shape, lse_shape, scale_log2, device, num_sms, is_dynamic = plan
     if softmax_scale is not None:
         if not 0.0 <= softmax_scale <= MAX_SCALE:
             check_scale(softmax_scale)
@@ -80,12 +81,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal
         return out.zero_(), lse.fill_(-math.inf)
     if current_device() != device:
         with torch.cuda.device(device):
-            _run(run, q, k, v, out, lse, scale_log2, num_sms)
+            tickets = q.new_zeros(1, dtype=int32) if is_dynamic else None
+            _run(run, q, k, v, out, lse, tickets, scale_log2, num_sms)
     else:
+        # NOTE: a counter of its own for every call: one that calls share would tie their streams together.
+        tickets = q.new_zeros(1, dtype=int32) if is_dynamic else None
         try:
-            run(q, k, v, out, lse, scale_log2, num_sms)
+            run(q, k, v, out, lse, tickets, scale_log2, num_sms)
         except REFUSALS:
-            _run(run, q, k, v, out, lse, scale_log2, num_sms)
+            _run(run, q, k, v, out, lse, tickets, scale_log2, num_sms)
     return out, lse
 
 
@@ -105,7 +109,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Plan:
     check_sizes(problem, config)
     run = None if problem.is_empty else load(problem.spec, config)
     out_shape = None if problem.out_shape == q.shape else problem.out_shape
-    return Plan(run, out_shape, problem.lse_shape, scale * LOG2_E, device, found.num_sms)
+    return Plan(run, out_shape, problem.lse_shape, scale * LOG2_E, device, found.num_sms, config.dynamic)
 
 
 def config_of(problem: Problem, num_sms: int) -> Config:

@@ -114,5 +114,7 @@ def describe(spec: Spec, config: Config) -> str:
     """One kernel in a few words: of two that a call can ask for, no two have the same."""
     mask = "causal" if spec.causal else "full"
     words = [f"{spec.dtype} {spec.head_dim}/{spec.head_dim_v} {mask} {config.tile_m}x{config.tile_n}"]
-    words += ["persistent"] * config.persistent + ["no ping-pong"] * (not config.pingpong)
+    words += ["dynamic" if config.dynamic else "persistent"] * config.persistent + ["no ping-pong"] * (
+        not config.pingpong
+    )
     return " ".join(words)

@@ -24,6 +24,7 @@ class Call(NamedTuple):
     v: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    tickets: torch.Tensor | None
     scale_log2: float
     num_sms: int
 
@@ -76,9 +77,19 @@ def test_what_the_kernel_is_called_with(recorder):
     assert (out.shape, out.dtype, out.is_contiguous()) == ((2, 5, 6, 40), torch.bfloat16, True)
     assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((2, 6, 5), torch.float32, True)
     assert call.scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-12)
-    assert call.num_sms == ASSUMED.num_sms
+    assert call.num_sms == ASSUMED.num_sms and call.tickets is None
     ((spec, config),) = recorder.loaded
     assert spec == Spec("bfloat16", 96, 96, True) and isinstance(config, Config)
+
+
+def test_a_dynamic_grid_gets_a_counter_of_its_own_in_every_call(recorder):
+    q, k, v = make(Case(batch=1, seqlen_q=384, seqlen_k=8, heads_kv=264, head_dim=64, head_dim_v=64), "cpu")
+    for _ in range(2):
+        launch.forward(q, k, v, None, False)
+    ((_, config),) = recorder.loaded
+    first, second = (call.tickets for call in recorder.calls)
+    assert config.dynamic and first is not second
+    assert all(t.tolist() == [0] and t.dtype == torch.int32 for t in (first, second))
 
 
 def test_a_repeated_call_plans_once_and_checks_its_scale(recorder):

@@ -20,8 +20,9 @@ LAYERS = {
     "fa3.kernels.algo": ["fa3.kernels.prims"],
     "fa3.kernels.forward": ["fa3.kernels.algo", "fa3.kernels.prims"],
     "fa3.kernels.backward": ["fa3.kernels.algo", "fa3.kernels.prims"],
+    "fa3.kernels.quantize": ["fa3.kernels.prims"],
     "fa3.kernels": [],  # compile.py and what stands beside it: they know no kernel
-    "fa3.quant": ["fa3.kernels", "fa3.kernels.prims"],
+    "fa3.quant": ["fa3.kernels", "fa3.kernels.prims", "fa3.kernels.quantize"],
     "fa3": ["fa3.reference", "fa3.quant", "fa3.kernels", "fa3.kernels.forward", "fa3.kernels.backward"],
     "fa3.reference": [],  # the specification stands alone
     "fa3.testing": ["fa3", "fa3.reference", "fa3.quant", "fa3.kernels", "fa3.kernels.forward", "fa3.kernels.backward"],
@@ -142,6 +143,8 @@ def test_importing_fa3_imports_no_torch_and_no_compiler():
         ("fa3.kernels.compile", "from fa3.kernels.forward.config import Spec"),
         ("fa3.kernels.compile", "from fa3 import device"),
         ("fa3.quant.cast", "from fa3.problem import Problem"),
+        ("fa3.quant.cast", "from fa3.kernels.forward.config import Spec"),
+        ("fa3.kernels.quantize.kernel", "from fa3.kernels.algo.gqa import HeadMap"),
         ("fa3.reference", "from fa3.kernels.forward.config import Config"),
         ("fa3.interface", "from fa3.testing.inputs import normal"),
         ("fa3.interface", "from .testing import inputs"),
@@ -162,6 +165,7 @@ def test_a_wrong_import_is_found(module, source):
         ("fa3.kernels.forward.kernel", "from ..algo.softmax import Softmax\nfrom .config import Spec\nimport cutlass"),
         ("fa3.launch", "import torch\nfrom fa3.kernels.compile import load"),
         ("fa3.problem", "from fa3.kernels.forward.config import Spec"),
+        ("fa3.quant.interface", "from fa3.kernels.quantize.config import Spec"),
         ("fa3.demo", "from fa3.testing.timing import graph_time"),
         ("bench.forward", "from fa3.testing.timing import graph_time"),
         ("tests.test_x", "import kernels_of_somebody_else"),

@@ -54,9 +54,8 @@ def next_power_of_two(x: Float32) -> Float32:
 
 
 class Softmax(NamedTuple):
-    """State of one warpgroup's rows.
+    """State of one warpgroup's rows; `update` turns a block of scores into P.
 
-    `update` takes a block's row max, then `exponentiate` turns the block into P step by step.
     NOTE: the fields are register memory, changed in place by methods called from run-time loops.
     """
 
@@ -64,9 +63,7 @@ class Softmax(NamedTuple):
     coarse_scale: Float32  # the next power of two
     exact_max: Float32  # row_max whose scaled value is EXACT
     row_max: cute.Tensor  # (2) of the unscaled scores
-    row_scale: cute.Tensor  # (2) scale_log2, or coarse_scale for a row of huge scores
     row_sum: cute.Tensor  # (2, 2) this thread's part, two independent sums a row
-    offset: cute.Tensor  # (2) what the block's scaled scores lose: row_max * row_scale, 0 for a row without a key
     factor: cute.Tensor  # (2) what O must be multiplied with before it takes the block
 
     @staticmethod
@@ -77,41 +74,44 @@ class Softmax(NamedTuple):
         coarse = next_power_of_two(scale_log2)
         exact_max = EXACT * cute.arch.rcp_approx(scale_log2)
         sums = state((ROWS, 2))
-        return Softmax(scale_log2, coarse, exact_max, state(), state(), sums, state(), state())
+        return Softmax(scale_log2, coarse, exact_max, state(), sums, state())
 
     def reset(self):
         self.row_sum.fill(0.0)
         self.factor.fill(1.0)
 
-    @cute.jit
-    def update(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr, check_inf: cutlass.Constexpr):
-        """check_inf: the block may hide every key of a row."""
-        S = rows(acc_S)
-        # NOTE: the max of both rows first, the exponentials after: ptxas keeps this order, and it is 1 % faster.
-        new = [fold(cute.arch.fmax, S[r, None].load()) for r in range(ROWS)]
-        if cutlass.const_expr(not is_first):
-            new = [cute.arch.fmax(new[r], self.row_max[r]) for r in range(ROWS)]
-        new = [quad(cute.arch.fmax, x) for x in new]
-        for r in cutlass.range_constexpr(ROWS):
-            self.row_scale[r] = self.scale_log2 if magnitude(new[r]) <= self.exact_max else self.coarse_scale
-            base = new[r]
-            if cutlass.const_expr(check_inf):  # a row without a key so far: exp2(-inf - 0) = 0, not NaN
-                base = Float32(0.0) if base == -Float32.inf else base
-            self.offset[r] = base * self.row_scale[r]
-            if cutlass.const_expr(not is_first):
-                # NOTE: the difference first, so that an unchanged max gives exactly 1, block after block.
-                self.factor[r] = cute.math.exp2((self.row_max[r] - base) * self.row_scale[r], fastmath=True)
-                for chain in cutlass.range_constexpr(2):
-                    self.row_sum[r, chain] = self.row_sum[r, chain] * self.factor[r]
-            self.row_max[r] = new[r]
+    def update(self, acc_S: cute.Tensor, is_first: bool, check_inf: bool):
+        """acc_S becomes P, unrounded. check_inf: the block may hide every key of a row.
 
-    def exponentiate(self, acc_S: cute.Tensor, k: int):
-        """exp2(row_scale * S - offset) of the 16 keys of one step k of PV, in place: 8 values a thread."""
-        for j in range(8):
-            row, chain = j // 2 % 2, j % 2
-            p = cute.math.exp2(acc_S[8 * k + j] * self.row_scale[row] - self.offset[row], fastmath=True)
-            acc_S[8 * k + j] = p
-            self.row_sum[row, chain] = self.row_sum[row, chain] + p
+        NOTE: row by row. The max of the second row runs under the exponentials of the first: 0.5 to 1.5 % faster than
+        both maxima first.
+        """
+        for r in range(ROWS):
+            self.update_row(rows(acc_S)[r, None], r, is_first, check_inf)
+
+    @cute.jit
+    def update_row(
+        self, S: cute.Tensor, r: cutlass.Constexpr, is_first: cutlass.Constexpr, check_inf: cutlass.Constexpr
+    ):  # fmt: skip
+        new = fold(cute.arch.fmax, S.load())
+        if cutlass.const_expr(not is_first):
+            new = cute.arch.fmax(new, self.row_max[r])
+        new = quad(cute.arch.fmax, new)
+        scale = self.scale_log2 if magnitude(new) <= self.exact_max else self.coarse_scale
+        base = new
+        if cutlass.const_expr(check_inf):  # a row without a key so far: exp2(-inf - 0) = 0, not NaN
+            base = Float32(0.0) if base == -Float32.inf else base
+        if cutlass.const_expr(not is_first):
+            # NOTE: the difference first, so that an unchanged max gives exactly 1, block after block.
+            self.factor[r] = cute.math.exp2((self.row_max[r] - base) * scale, fastmath=True)
+            for chain in cutlass.range_constexpr(2):
+                self.row_sum[r, chain] = self.row_sum[r, chain] * self.factor[r]
+        self.row_max[r] = new
+        offset = base * scale
+        for c in cutlass.range_constexpr(cute.size(S)):
+            p = cute.math.exp2(S[c] * scale - offset, fastmath=True)
+            S[c] = p
+            self.row_sum[r, c % 2] = self.row_sum[r, c % 2] + p
 
     @cute.jit
     def finish(self, inverse: cute.Tensor, lse: cute.Tensor):

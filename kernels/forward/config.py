@@ -31,6 +31,7 @@ class Config:
     overlap: bool = True  # QK of the next block is issued before PV of this one
     pingpong: bool = True  # the warpgroups take turns at the tensor cores
     persistent: bool = False  # one CTA an SM that takes tile after tile; else one CTA a tile
+    dynamic: bool = False  # with persistent: the next tile by a counter in global memory, else by a fixed rule
     rescale_early: bool = False  # with overlap: O is rescaled under the next QK, else among this block's exponentials
 
     @property
@@ -63,9 +64,9 @@ class Config:
         return ELEMENT_BYTES * self.tile_m * spec.head_dim_v
 
     def _shared_bytes(self, spec: Spec) -> int:
-        """Tiles of Q and of the K and V rings, their barriers, one alignment gap."""
+        """Tiles of Q and of the K and V rings, barriers and tickets, one alignment gap."""
         kv = self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v)
-        return ELEMENT_BYTES * (self.tile_m * spec.head_dim + kv) + 8 * 2 * (2 + 2 * self.stages) + 1024
+        return ELEMENT_BYTES * (self.tile_m * spec.head_dim + kv) + 8 * (2 * (4 + 2 * self.stages) + 1) + 1024
 
 
 def tile_for(head_dim: int, head_dim_v: int) -> tuple[int, int]:

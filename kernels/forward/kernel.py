@@ -29,7 +29,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ..algo.blocks import Blocks, ceil_div, first_row, key_blocks
 from ..algo.gqa import HeadMap
 from ..algo.mask import Mask
-from ..algo.scheduler import Folded, Grid, InOrder, LongestFirst, OneTile, Persistent, WorkTile, section_in_l2
+from ..algo.scheduler import Dynamic, Folded, Grid, InOrder, LongestFirst, OneTile, Persistent, WorkTile, section_in_l2
 from ..algo.seqlen import DenseSeqlen, Lengths
 from ..algo.softmax import Softmax
 from ..prims.ring import Ring
@@ -47,6 +47,7 @@ SOURCE = warpgroup.OperandSource
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 TURNS_BARRIER, O_BARRIER = 1, 4  # named barriers, one a warpgroup from here on; 0 is the CTA's
 CONSUMER_WARPS = 4  # of a warpgroup
+TICKETS = 2  # drawn ahead of the consumers
 
 
 class Producer(NamedTuple):
@@ -64,10 +65,10 @@ class Producer(NamedTuple):
     def row(self, tile: WorkTile) -> Int32:
         return first_row(tile.m_block, self.seqlen.of(tile.batch), self.config.tile_m, self.spec.causal)
 
-    def run(self, tile: WorkTile, blocks: Blocks):
+    def run(self, tile: WorkTile, blocks: Blocks, before_last):
         k, v = self.kv.feeds(self.seqlen, tile)
         self.query.put(self.seqlen, tile, self.row(tile))
-        load_kv(k, self.place.guard(v, tile), blocks, tile.base)
+        return load_kv(k, self.place.guard(v, tile), blocks, tile.base, before_last)
 
 
 class Consumer(NamedTuple):
@@ -108,11 +109,12 @@ class Forward:
     @cute.jit
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor,
-        scale_log2: Float32, num_sms: Int32, stream: cuda.CUstream,
+        tickets: cute.Tensor | None, scale_log2: Float32, num_sms: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         """mQ (b, sq, h, d); mK (b, sk, h_kv, d); mV (b, sk, h_kv, d_v); mO (b, sq, h, d_v); mLSE (b, h, sq) float32.
 
-        d and d_v may be smaller than the tile's. scale_log2 = softmax scale * log2(e), above 0.
+        d and d_v may be smaller than the tile's. tickets (1) int32, 0, for a dynamic grid. scale_log2 = softmax scale
+        * log2(e), above 0.
         """
         c, spec, dtype = self.config, self.spec, self.dtype
         qk = sm90.make_trivial_tiled_mma(dtype, dtype, MAJOR.K, MAJOR.K, Float32, (1, 1, 1), (64, c.tile_n))
@@ -133,8 +135,8 @@ class Forward:
         head_map = HeadMap(heads // heads_kv)
         order = self.order(seqlen_q, seqlen_k, heads, batch, head_map.ratio)
         seqlen = DenseSeqlen(Lengths(seqlen_q, seqlen_k))
-        ctas = self.scheduler(order).ctas(num_sms)
-        self.kernel(Q, K, V, O, mLSE, qk, pv, scale_log2, seqlen, head_map, order).launch(
+        ctas = order.grid.tiles if const_expr(not c.persistent) else cutlass.min(order.grid.tiles, num_sms)
+        self.kernel(Q, K, V, O, mLSE, tickets, qk, pv, scale_log2, seqlen, head_map, order).launch(
             grid=(ctas, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -143,20 +145,25 @@ class Forward:
         grid = Grid(ceil_div(seqlen_q, c.tile_m), heads, heads * batch)
         if not spec.causal:
             return InOrder(grid)
-        if c.persistent:
+        if c.persistent and not c.dynamic:
             return Folded(grid)
         kv_bytes = Int64(seqlen_k) * (ELEMENT_BYTES * (spec.head_dim + spec.head_dim_v))
         return LongestFirst(grid, section_in_l2(kv_bytes, ratio, grid.sequences))
 
-    def scheduler(self, order):
-        return Persistent(order) if self.config.persistent else OneTile(order)
+    def scheduler(self, smem, order, tickets: cute.Tensor | None, consumers: int) -> OneTile | Persistent | Dynamic:
+        if not self.config.persistent:
+            return OneTile(order)
+        if not self.config.dynamic:
+            return Persistent(order)
+        drawn = smem.allocate_tensor(Int32, cute.make_layout(TICKETS), byte_alignment=8)
+        return Dynamic(order, tickets, drawn, self.ring(smem, drawn, TICKETS, consumers))
 
     @cute.kernel
     def kernel(
-        self, Q: Operand, K: Operand, V: Operand, O: Operand, mLSE: cute.Tensor, qk: cute.TiledMma, pv: cute.TiledMma,
-        scale_log2: Float32, seqlen: DenseSeqlen, head_map: HeadMap, order,
+        self, Q: Operand, K: Operand, V: Operand, O: Operand, mLSE: cute.Tensor, tickets: cute.Tensor | None,
+        qk: cute.TiledMma, pv: cute.TiledMma, scale_log2: Float32, seqlen: DenseSeqlen, head_map: HeadMap, order,
     ):  # fmt: skip
-        c, spec, scheduler = self.config, self.spec, self.scheduler(order)
+        c, spec = self.config, self.spec
         smem = cutlass.memory.SmemAllocator()
         sQ, sK, sV = (self.stages(smem, x) for x in (Q, K, V))
         sO = self.stages(smem, O) if const_expr(c.o_place(spec) == "own") else None
@@ -164,6 +171,7 @@ class Forward:
         q_ring = self.ring(smem, sQ, 1, c.warpgroups if c.o_place(spec) == "q" else consumers)
         k_ring, v_ring = (self.ring(smem, sX, c.stages, consumers) for sX in (sK, sV))
         stored = self.ring(smem, sQ, 1, c.warpgroups)
+        scheduler = self.scheduler(smem, order, tickets, consumers)
         thread, _, _ = cute.arch.thread_idx()
         role = cute.arch.make_warp_uniform(thread // 128)  # 0 producer, 1.. consumers
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -171,7 +179,7 @@ class Forward:
             for x in (Q, K, V, O):
                 cpasync.prefetch_descriptor(x.atom)
             with cute.arch.elect_one():
-                for ring in (q_ring, k_ring, v_ring, stored):
+                for ring in (q_ring, k_ring, v_ring, stored, *scheduler.rings):
                     ring.init()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -184,7 +192,7 @@ class Forward:
                 kv = DenseKV(K, V, sK, sV, k_ring, v_ring, head_map, c.tile_n, spec.head_dim, spec.head_dim_v)
                 place, _ = self.o_place(sQ, sO, sV, O, q_ring, v_ring, stored, Int32(0))
                 producer = Producer(query, kv, place, seqlen, spec, c)
-                scheduler.for_each(producer.blocks, producer.run)
+                scheduler.lead(producer.blocks, producer.run)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             wg, thread = role - 1, thread % 128
@@ -194,7 +202,7 @@ class Forward:
             schedule = Overlapped() if c.overlap else InTurn()
             attention.turns.start()
             consumer = Consumer(attention, schedule, output, q_ring, mLSE, seqlen, wg, thread, spec, c)
-            scheduler.for_each(consumer.blocks, consumer.run)
+            scheduler.follow(consumer.blocks, consumer.run)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def stages(self, smem, x: Operand) -> cute.Tensor:
@@ -237,7 +245,7 @@ class Forward:
 
 
 def signature(spec: Spec, config: Config) -> tuple:
-    """What cute.compile takes: fn(q, k, v, o, lse, scale_log2, num_sms) on the current stream."""
+    """What cute.compile takes: fn(q, k, v, o, lse, tickets or None, scale_log2, num_sms) on the current stream."""
     batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = (cute.sym_int() for _ in range(7))
 
     def tensor(seqlen, heads, head_dim):
@@ -250,4 +258,5 @@ def signature(spec: Spec, config: Config) -> tuple:
     q, o = tensor(seqlen_q, heads, head_dim), tensor(seqlen_q, heads, head_dim_v)
     k, v = tensor(seqlen_k, heads_kv, head_dim), tensor(seqlen_k, heads_kv, head_dim_v)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return Forward(spec, config), (q, k, v, o, lse, Float32(1.0), Int32(1), stream)
+    tickets = make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if config.dynamic else None
+    return Forward(spec, config), (q, k, v, o, lse, tickets, Float32(1.0), Int32(1), stream)

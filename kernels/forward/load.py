@@ -60,10 +60,14 @@ class DenseKV(NamedTuple):
 
 
 @cute.jit
-def load_kv(k: cutlass.Constexpr, v: cutlass.Constexpr, blocks: Blocks, base: Int32):
-    """The key blocks of one tile at ring positions base.. ."""
+def load_kv(
+    k: cutlass.Constexpr, v: cutlass.Constexpr, blocks: Blocks, base: Int32, before_last: cutlass.Constexpr
+):  # fmt: skip
+    """The key blocks of one tile at ring positions base.. ; what before_last() gives."""
     k.put(base, blocks.n_block(0))
     for i in cutlass.range(1, blocks.count, unroll=1):
         k.put(base + i, blocks.n_block(i))
         v.put(base + i - 1, blocks.n_block(i - 1))
+    result = before_last()
     v.put(base + blocks.count - 1, 0)
+    return result

@@ -58,10 +58,9 @@ class Attention(NamedTuple):
         for i in range(4 * k, 4 * k + 4):
             pairs[i] = pack(acc_S[2 * i], acc_S[2 * i + 1], self.rP.element_type)
 
-    def make_p(self, acc_S: cute.Tensor, beside=lambda k: None):
+    def round_p(self, acc_S: cute.Tensor, beside=lambda k: None):
         """beside(k): what goes with step k."""
         for k in range(self.steps):
-            self.softmax.exponentiate(acc_S, k)
             self.keep_p(acc_S, k)
             beside(k)
 
@@ -81,12 +80,12 @@ class Attention(NamedTuple):
 
 
 class AmongExponentials:
-    """O takes a block's factor step by step beside the exponentials: ptxas puts it under the latency of exp2."""
+    """O takes a block's factor with the rounding of P: ptxas puts both under the latency of exp2."""
 
     def before_pv(self, a: Attention): ...
 
-    def make_p(self, a: Attention, acc_S: cute.Tensor):
-        a.make_p(acc_S, a.rescale_o)
+    def round_p(self, a: Attention, acc_S: cute.Tensor):
+        a.round_p(acc_S, a.rescale_o)
 
 
 class UnderQK:
@@ -95,8 +94,8 @@ class UnderQK:
     def before_pv(self, a: Attention):
         a.rescale_o()
 
-    def make_p(self, a: Attention, acc_S: cute.Tensor):
-        a.make_p(acc_S)
+    def round_p(self, a: Attention, acc_S: cute.Tensor):
+        a.round_p(acc_S)
 
 
 class InTurn(NamedTuple):
@@ -119,7 +118,7 @@ class InTurn(NamedTuple):
         if mask is not None:
             mask.apply(acc_S, n_block)
         a.softmax.update(acc_S, is_first=is_first, check_inf=mask is not None)
-        a.make_p(acc_S) if is_first else a.make_p(acc_S, a.rescale_o)
+        a.round_p(acc_S) if is_first else a.round_p(acc_S, a.rescale_o)
         a.values(i)
 
     def last(self, a: Attention, i: Int32): ...
@@ -135,7 +134,7 @@ class Overlapped(NamedTuple):
         a.k_ring.release(i)
         mask.apply(acc_S, n_block)
         a.softmax.update(acc_S, is_first=True, check_inf=True)
-        a.make_p(acc_S)
+        a.round_p(acc_S)
 
     @cute.jit
     def step(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
@@ -151,11 +150,11 @@ class Overlapped(NamedTuple):
         if cutlass.const_expr(mask is not None):
             mask.apply(acc_S, n_block)
         a.softmax.update(acc_S, is_first=False, check_inf=mask is not None)
-        # NOTE: the wait before the exponentials. ptxas lets them start before it all the same; pinned in front of it,
-        # multiplications and packing would stand after the exponentials instead of among them: 6-11 % slower.
+        # NOTE: ptxas moves this wait up among the exponentials, so that rounding and rescaling run with them. Pinned
+        # behind them by a branch it is 6-11 % slower.
         warpgroup.wait_group(0)
         a.v_ring.release(i - 1)
-        a.rescaling.make_p(a, acc_S)
+        a.rescaling.round_p(a, acc_S)
 
     def last(self, a: Attention, i: Int32):
         a.rescaling.before_pv(a)

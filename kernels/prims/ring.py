@@ -40,6 +40,10 @@ class Ring(NamedTuple):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.stage(i))
 
+    def fill(self, i):
+        """One thread's word that the tile is there, where no TMA says so."""
+        cute.arch.mbarrier_arrive(self.full + self.stage(i))
+
     def claim(self, i):
         """Wait until the stage is free and announce its bytes; returns the mbarrier that the copies must signal."""
         self.wait_empty(i)
