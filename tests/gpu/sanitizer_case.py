@@ -18,6 +18,7 @@ CASES = (
     Case("bfloat16", 1, 1, 97, 1, 4, 72, 104, False, layout="misaligned"),
     Case("bfloat16", 11, 300, 300, 6, 4, 128, 128, True),  # persistent grids: each CTA takes several tiles
     Case("float16", 4, 200, 130, 6, 4, 256, 256, False),
+    Case("bfloat16", 4, 130, 130, 70, 1, 256, 256, True),  # a dynamic grid
 )
 
 
