@@ -236,11 +236,19 @@ class Dynamic(NamedTuple):
             tile = order.grid.tile(*order.at(item), nth, base)
             blocks = blocks_of(tile)
             run(tile, blocks)
-            self.ring.wait_full(nth)
-            item = self.drawn[self.ring.stage(nth)]
-            self.ring.release(nth)
+            item = self.take(nth)
             nth = nth + 1
             base = base + blocks.count
+
+    @cute.jit
+    def take(self, nth: Int32) -> Int32:
+        """The ticket that follows the n-th tile. NOTE: the lane that reads is the one that releases."""
+        self.ring.wait_full(nth)
+        ticket = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            ticket = self.drawn[self.ring.stage(nth)]
+            self.ring.free(nth)
+        return cute.arch.shuffle_sync(ticket, 0)
 
 
 def nothing(): ...

@@ -38,7 +38,11 @@ class Ring(NamedTuple):
     def release(self, i):
         """One arrival from the calling warp."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + self.stage(i))
+            self.free(i)
+
+    def free(self, i):
+        """One arrival from the calling thread."""
+        cute.arch.mbarrier_arrive(self.empty + self.stage(i))
 
     def fill(self, i):
         """One thread's word that the tile is there, where no TMA says so."""
