@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,6 +29,8 @@ KEYS = {
     "graph_us", "eager_us", "cpu_us", "tflops", "peak_fraction", "cublas_fraction",
     "config", "gpu", "torch", "date", "commit",
 }  # fmt: skip
+VARIANTS = records.RESULTS / "h200" / "variants.jsonl"  # searches, in keys of their own
+VARIANT = re.compile(r"b(?P<hd>\d+)_(?P<dv>\d+)(?P<mask>[cf])_\dx\d+s\dop?[PD]?e?(-\w+)?")
 HOPPER = records.Origin("NVIDIA H200", "2.11.0", "abc", peak_tflops=989.5, cublas_tflops=800.0)
 TINY = NAMED["tiny"]
 
@@ -139,7 +142,7 @@ def test_the_commit_is_given_or_of_the_environment_or_of_git(monkeypatch):
 
 
 def test_results_in_the_repository_are_records():
-    for path in records.RESULTS.rglob("*.jsonl"):
+    for path in set(records.RESULTS.rglob("*.jsonl")) - {VARIANTS}:
         for line in path.read_text().splitlines():
             r = json.loads(line)
             assert set(r) == KEYS, path
@@ -148,6 +151,19 @@ def test_results_in_the_repository_are_records():
             if r["tflops"] is not None:
                 shape = Shape("", **{name: r[name] for name in records.PROBLEM})
                 assert r["tflops"] == pytest.approx(shape.flops / r["graph_us"] / 1e6, rel=1e-3)
+
+
+def test_the_searches_in_the_repository_are_named_as_docs_tuning_says():
+    points = [json.loads(line) for line in VARIANTS.read_text().splitlines()]
+    assert len({(r["run"], r["hd"], r["dv"], r["causal"], r["S"]) for r in points}) == len(points)
+    assert {(r["run"], r["commit"]) for r in points} == {(2, "c08f74b"), (4, None), (8, None), (10, "e0268b3")}
+    for r in points:
+        assert set(r) == {"hd", "dv", "S", "causal", "tf", "run", "commit"}
+        assert all(0 < tflops < HOPPER.peak_tflops for tflops in r["tf"].values())
+        for name in r["tf"].keys() - {"FA4", "FA3", "cuDNN"}:
+            found = VARIANT.fullmatch(name)
+            assert found, name
+            assert (int(found["hd"]), int(found["dv"]), found["mask"] == "c") == (r["hd"], r["dv"], r["causal"])
 
 
 # The check
