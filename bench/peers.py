@@ -133,7 +133,7 @@ def kernel(spec: Any, config: Any, shape: Shape, num_sms: int) -> Attention:
     def attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
         assert causal == spec.causal
         tickets = q.new_zeros(1, dtype=torch.int32) if config.dynamic else None
-        run(q, k, v, o, lse, tickets, scale_log2, num_sms)
+        run(q, k, v, o, lse, None, None, tickets, scale_log2, num_sms)
         return o
 
     attention.output = o  # type: ignore[attr-defined]

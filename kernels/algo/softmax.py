@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..prims.wgmma import ROWS, rows
+from .scheduler import WorkTile
 
 # Scaled scores up to here: S * scale - offset is one fused multiply-add, and the offset was rounded, so that a row's P
 # is off by a common factor of up to 2^(EXACT * 2^-25). Beyond, that factor would overflow; there fp32 scores are 16
@@ -20,13 +21,11 @@ EXACT = 2.0**28
 CHAINS = 4  # independent accumulators of a reduction over registers: hides the latency of one
 
 
-def fold(op, x: cute.TensorSSA):
+def fold(op, values: list):
     """Reduce a thread's values with op in CHAINS chains."""
-    r = cute.make_rmem_tensor(x.shape, Float32)
-    r.store(x)
-    part = [r[i] for i in range(CHAINS)]
-    for i in range(CHAINS, cute.size(r)):
-        part[i % CHAINS] = op(part[i % CHAINS], r[i])
+    part = values[:CHAINS]
+    for i in range(CHAINS, len(values)):
+        part[i % CHAINS] = op(part[i % CHAINS], values[i])
     while len(part) > 1:
         part = [op(a, b) for a, b in zip(part[::2], part[1::2], strict=True)]
     return part[0]
@@ -54,7 +53,7 @@ def next_power_of_two(x: Float32) -> Float32:
 
 
 class Softmax(NamedTuple):
-    """State of one warpgroup's rows; `update` turns a block of scores into P.
+    """State of one warpgroup's rows; `update_row` turns a row of a block of scores into P.
 
     NOTE: the fields are register memory, changed in place by methods called from run-time loops.
     """
@@ -76,24 +75,22 @@ class Softmax(NamedTuple):
         sums = state((ROWS, 2))
         return Softmax(scale_log2, coarse, exact_max, state(), sums, state())
 
+    def of_tile(self, tile: WorkTile, head_kv: Int32, row: Int32) -> "Softmax":
+        """The state for a work tile: the same for all."""
+        return self
+
     def reset(self):
         self.row_sum.fill(0.0)
         self.factor.fill(1.0)
 
-    def update(self, acc_S: cute.Tensor, is_first: bool, check_inf: bool):
-        """acc_S becomes P, unrounded. check_inf: the block may hide every key of a row.
-
-        NOTE: row by row. The max of the second row runs under the exponentials of the first: 0.5 to 1.5 % faster than
-        both maxima first.
-        """
-        for r in range(ROWS):
-            self.update_row(rows(acc_S)[r, None], r, is_first, check_inf)
-
     @cute.jit
     def update_row(
-        self, S: cute.Tensor, r: cutlass.Constexpr, is_first: cutlass.Constexpr, check_inf: cutlass.Constexpr
+        self, acc_S: cute.Tensor, r: cutlass.Constexpr, n_block: Int32, is_first: cutlass.Constexpr,
+        check_inf: cutlass.Constexpr,
     ):  # fmt: skip
-        new = fold(cute.arch.fmax, S.load())
+        """Row r of acc_S becomes P, unrounded. check_inf: the block may hide every key of a row."""
+        S = rows(acc_S)[r, None]
+        new = fold(cute.arch.fmax, [S[c] for c in range(cute.size(S))])
         if cutlass.const_expr(not is_first):
             new = cute.arch.fmax(new, self.row_max[r])
         new = quad(cute.arch.fmax, new)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 SHARED_BYTES = 232448  # dynamic shared memory that one CTA may have on sm_90
-ELEMENT_BYTES = 2
+OUT_BYTES = 2  # an element of O
+FP8 = "float8_e4m3fn"
 TILES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # (head_dim, head_dim_v)
 
 
@@ -17,10 +18,25 @@ class Spec:
 
     entry: ClassVar[str] = "fa3.kernels.forward.kernel"  # module whose `signature(spec, config)` is compiled
 
-    dtype: str  # "bfloat16" or "float16": of Q, K, V and O
+    dtype: str  # "bfloat16", "float16" or "float8_e4m3fn": of Q, K and V
     head_dim: int  # of the tile: smaller ones are filled with zeros by TMA
     head_dim_v: int
     causal: bool
+    dtype_o: str = ""  # of O where it is not that of Q: "bfloat16" or "float16"
+    v_channel_scale: bool = False  # the columns of O have scales
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype == FP8
+
+    @property
+    def element_bytes(self) -> int:
+        return 1 if self.is_fp8 else 2
+
+    @property
+    def step(self) -> int:
+        """Keys of one step of PV: the K of a WGMMA."""
+        return 32 // self.element_bytes
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,8 @@ class Config:
     persistent: bool = False  # one CTA an SM that takes tile after tile; else one CTA a tile
     dynamic: bool = False  # with persistent: the next tile by a counter in global memory, else by a fixed rule
     rescale_early: bool = False  # with overlap: O is rescaled under the next QK, else among this block's exponentials
+    promotion: int = 0  # key blocks whose PV the tensor core sums before it is added to O in FP32: 1, or 0 for all
+    chunk: int = 0  # with promotion: columns of O that are computed and added at a time; 0: all
 
     @property
     def tile_m(self) -> int:
@@ -52,7 +70,7 @@ class Config:
 
         Over Q where no other tile follows. Over V where one does, so that its Q and first K are fetched meanwhile.
         """
-        if not self.persistent:
+        if not self.persistent and not spec.is_fp8:
             return "q"
         return "own" if self._shared_bytes(spec) + self._o_bytes(spec) <= SHARED_BYTES else "v"
 
@@ -61,12 +79,12 @@ class Config:
         return self._shared_bytes(spec) + (self._o_bytes(spec) if self.o_place(spec) == "own" else 0)
 
     def _o_bytes(self, spec: Spec) -> int:
-        return ELEMENT_BYTES * self.tile_m * spec.head_dim_v
+        return OUT_BYTES * self.tile_m * spec.head_dim_v
 
     def _shared_bytes(self, spec: Spec) -> int:
         """Tiles of Q and of the K and V rings, barriers and tickets, one alignment gap."""
         kv = self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v)
-        return ELEMENT_BYTES * (self.tile_m * spec.head_dim + kv) + 8 * (2 * (4 + 2 * self.stages) + 1) + 1024
+        return spec.element_bytes * (self.tile_m * spec.head_dim + kv) + 8 * (2 * (4 + 2 * self.stages) + 1) + 1024
 
 
 def tile_for(head_dim: int, head_dim_v: int) -> tuple[int, int]:

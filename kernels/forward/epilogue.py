@@ -133,6 +133,14 @@ def sync(barrier: Int32):
     cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
 
 
+def scale_columns(acc_O: cute.Tensor, scale: cute.Tensor, column: Int32):
+    """Multiply a thread's accumulator with the scale (head_dim_v) of its columns; `column` is its first."""
+    for i in range(0, cute.size(acc_O), 4):
+        for e in range(2):
+            factor = scale[cutlass.min(2 * i + column + e, scale.shape[0] - 1)]
+            acc_O[i + e], acc_O[i + 2 + e] = acc_O[i + e] * factor, acc_O[i + 2 + e] * factor
+
+
 @cute.jit
 def store_lse(lse: cute.Tensor, mLSE: cute.Tensor, row: Int32, column: Int32):
     """lse (2) of rows row and row + 8, by the lane that holds column 0 -> mLSE (seqlen_q)."""

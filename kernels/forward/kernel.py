@@ -32,19 +32,21 @@ from ..algo.mask import Mask
 from ..algo.scheduler import Dynamic, Folded, Grid, InOrder, LongestFirst, OneTile, Persistent, WorkTile, section_in_l2
 from ..algo.seqlen import DenseSeqlen, Lengths
 from ..algo.softmax import Softmax
+from ..algo.softmax_fp8 import BlockScaledSoftmax, Scales
 from ..prims.ring import Ring
 from ..prims.tma import Operand, operand
 from ..prims.turns import NoTurns, Turns
 from ..prims.wgmma import ROWS, scale_rows
-from .config import ELEMENT_BYTES, Config, Spec
-from .epilogue import Apart, OutputTile, OverQ, OverV, store_lse
+from .accumulate import AmongExponentials, Promoted, PromotedAtOnce, UnderQK
+from .config import Config, Spec
+from .epilogue import Apart, OutputTile, OverQ, OverV, scale_columns, store_lse
 from .load import DenseKV, QuerySource, load_kv
-from .mma import AmongExponentials, Attention, InTurn, Overlapped, UnderQK, attend
+from .mma import Attention, Interleaved, InTurn, Overlapped, attend
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
 SOURCE = warpgroup.OperandSource
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float8_e4m3fn": cutlass.Float8E4M3FN}
 TURNS_BARRIER, O_BARRIER = 1, 4  # named barriers, one a warpgroup from here on; 0 is the CTA's
 CONSUMER_WARPS = 4  # of a warpgroup
 TICKETS = 2  # drawn ahead of the consumers
@@ -73,10 +75,12 @@ class Producer(NamedTuple):
 
 class Consumer(NamedTuple):
     attention: Attention
-    schedule: object  # Overlapped or InTurn
+    schedule: object  # Overlapped, Interleaved or InTurn
     output: OutputTile
     q_ring: Ring
     mLSE: cute.Tensor
+    v_channel: cute.Tensor | None
+    heads: HeadMap
     seqlen: DenseSeqlen
     warpgroup: Int32
     thread: Int32  # of the warpgroup
@@ -86,9 +90,11 @@ class Consumer(NamedTuple):
     blocks, row = Producer.blocks, Producer.row
 
     def run(self, tile: WorkTile, blocks: Blocks):
-        a, c, thread = self.attention, self.config, self.thread
+        c, thread = self.config, self.thread
         first = self.row(tile) + 64 * self.warpgroup
         row, column = first + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+        head_kv = self.heads.kv_head(tile.head)
+        a = self.attention._replace(softmax=self.attention.softmax.of_tile(tile, head_kv, row))
         mask = Mask(row, column, self.seqlen.of(tile.batch), c.tile_n, self.spec.causal)
         self.q_ring.wait_full(tile.nth)
         attend(self.schedule, a, mask, blocks, tile.base)
@@ -97,6 +103,8 @@ class Consumer(NamedTuple):
         inverse, lse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
         a.softmax.finish(inverse, lse)
         scale_rows(a.acc_O, inverse)
+        if self.spec.v_channel_scale:
+            scale_columns(a.acc_O, self.v_channel[tile.batch, head_kv, None], column)
         self.output.store(a.acc_O, a.pv, self.seqlen, tile, first, thread, tile.base + blocks.count)
         store_lse(lse, self.mLSE[tile.batch, tile.head, None], row, column)
 
@@ -104,31 +112,38 @@ class Consumer(NamedTuple):
 class Forward:
     def __init__(self, spec: Spec, config: Config):
         self.spec, self.config = spec, config
-        self.dtype = DTYPES[spec.dtype]
+        self.dtype, self.dtype_o = DTYPES[spec.dtype], DTYPES[spec.dtype_o or spec.dtype]
 
     @cute.jit
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor,
-        tickets: cute.Tensor | None, scale_log2: Float32, num_sms: Int32, stream: cuda.CUstream,
+        scales: Scales | None, v_channel: cute.Tensor | None, tickets: cute.Tensor | None, scale_log2: Float32,
+        num_sms: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """mQ (b, sq, h, d); mK (b, sk, h_kv, d); mV (b, sk, h_kv, d_v); mO (b, sq, h, d_v); mLSE (b, h, sq) float32.
+        """mQ (b, sq, h, d); mK (b, sk, h_kv, d); mV (b, sk, h_kv, d_v), of FP8 (b, h_kv, d_v, sk padded to whole groups
+        of 16 keys, permuted inside each); mO (b, sq, h, d_v); mLSE (b, h, sq) float32. scales: of FP8; v_channel (b,
+        h_kv, d_v) float32: of the columns of O.
 
         d and d_v may be smaller than the tile's. tickets (1) int32, 0, for a dynamic grid. scale_log2 = softmax scale
         * log2(e), above 0.
         """
         c, spec, dtype = self.config, self.spec, self.dtype
+        # NOTE: an FP8 WGMMA takes V with the keys contiguous only.
+        v_major, v_layout, v_modes = (
+            (MAJOR.K, LAYOUT.ROW_MAJOR, [2, 3, 1, 0]) if spec.is_fp8 else (MAJOR.MN, LAYOUT.COL_MAJOR, [3, 1, 2, 0])
+        )
         qk = sm90.make_trivial_tiled_mma(dtype, dtype, MAJOR.K, MAJOR.K, Float32, (1, 1, 1), (64, c.tile_n))
         pv = sm90.make_trivial_tiled_mma(
-            dtype, dtype, MAJOR.K, MAJOR.MN, Float32, (1, 1, 1), (64, spec.head_dim_v), SOURCE.RMEM
+            dtype, dtype, MAJOR.K, v_major, Float32, (1, 1, 1), (64, c.chunk or spec.head_dim_v), SOURCE.RMEM
         )
         q_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.warpgroups)
-        o_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim_v), dtype, c.warpgroups)
+        o_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim_v), self.dtype_o, c.warpgroups)
         k_tile = sm90.make_smem_layout_b(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.stages)
-        v_tile = sm90.make_smem_layout_b(LAYOUT.COL_MAJOR, (64, spec.head_dim_v, c.tile_n), dtype, c.stages)
+        v_tile = sm90.make_smem_layout_b(v_layout, (64, spec.head_dim_v, c.tile_n), dtype, c.stages)
         fetch, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         Q = operand(fetch, mQ, [1, 3, 2, 0], q_tile)
         K = operand(fetch, mK, [1, 3, 2, 0], k_tile)
-        V = operand(fetch, mV, [3, 1, 2, 0], v_tile)
+        V = operand(fetch, mV, v_modes, v_tile)
         O = operand(put, mO, [1, 3, 2, 0], o_tile)
         batch, seqlen_q, heads, _ = mQ.shape
         _, seqlen_k, heads_kv, _ = mK.shape
@@ -136,7 +151,7 @@ class Forward:
         order = self.order(seqlen_q, seqlen_k, heads, batch, head_map.ratio)
         seqlen = DenseSeqlen(Lengths(seqlen_q, seqlen_k))
         ctas = order.grid.tiles if const_expr(not c.persistent) else cutlass.min(order.grid.tiles, num_sms)
-        self.kernel(Q, K, V, O, mLSE, tickets, qk, pv, scale_log2, seqlen, head_map, order).launch(
+        self.kernel(Q, K, V, O, mLSE, scales, v_channel, tickets, qk, pv, scale_log2, seqlen, head_map, order).launch(
             grid=(ctas, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -147,7 +162,7 @@ class Forward:
             return InOrder(grid)
         if c.persistent and not c.dynamic:
             return Folded(grid)
-        kv_bytes = Int64(seqlen_k) * (ELEMENT_BYTES * (spec.head_dim + spec.head_dim_v))
+        kv_bytes = Int64(seqlen_k) * (spec.element_bytes * (spec.head_dim + spec.head_dim_v))
         return LongestFirst(grid, section_in_l2(kv_bytes, ratio, grid.sequences))
 
     def scheduler(self, smem, order, tickets: cute.Tensor | None, consumers: int) -> OneTile | Persistent | Dynamic:
@@ -160,13 +175,14 @@ class Forward:
 
     @cute.kernel
     def kernel(
-        self, Q: Operand, K: Operand, V: Operand, O: Operand, mLSE: cute.Tensor, tickets: cute.Tensor | None,
-        qk: cute.TiledMma, pv: cute.TiledMma, scale_log2: Float32, seqlen: DenseSeqlen, head_map: HeadMap, order,
+        self, Q: Operand, K: Operand, V: Operand, O: Operand, mLSE: cute.Tensor, scales: Scales | None,
+        v_channel: cute.Tensor | None, tickets: cute.Tensor | None, qk: cute.TiledMma, pv: cute.TiledMma,
+        scale_log2: Float32, seqlen: DenseSeqlen, head_map: HeadMap, order,
     ):  # fmt: skip
         c, spec = self.config, self.spec
         smem = cutlass.memory.SmemAllocator()
-        sQ, sK, sV = (self.stages(smem, x) for x in (Q, K, V))
-        sO = self.stages(smem, O) if const_expr(c.o_place(spec) == "own") else None
+        sQ, sK, sV = (self.stages(smem, x, self.dtype) for x in (Q, K, V))
+        sO = self.stages(smem, O, self.dtype_o) if const_expr(c.o_place(spec) == "own") else None
         consumers = c.warpgroups * CONSUMER_WARPS
         q_ring = self.ring(smem, sQ, 1, c.warpgroups if c.o_place(spec) == "q" else consumers)
         k_ring, v_ring = (self.ring(smem, sX, c.stages, consumers) for sX in (sK, sV))
@@ -196,17 +212,19 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             wg, thread = role - 1, thread % 128
-            attention = self.attention(qk, pv, sQ[None, None, wg], sK, sV, k_ring, v_ring, scale_log2, wg)
+            softmax = self.softmax(scales, scale_log2)
+            attention = self.attention(qk, pv, sQ[None, None, wg], sK, sV, k_ring, v_ring, softmax, wg)
             place, own = self.o_place(sQ, sO, sV, O, q_ring, v_ring, stored, wg)
             output = OutputTile(O, own, place, O_BARRIER + wg, spec.head_dim_v)
-            schedule = Overlapped() if c.overlap else InTurn()
             attention.turns.start()
-            consumer = Consumer(attention, schedule, output, q_ring, mLSE, seqlen, wg, thread, spec, c)
+            consumer = Consumer(
+                attention, self.schedule(), output, q_ring, mLSE, v_channel, head_map, seqlen, wg, thread, spec, c
+            )
             scheduler.follow(consumer.blocks, consumer.run)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def stages(self, smem, x: Operand) -> cute.Tensor:
-        return smem.allocate_tensor(self.dtype, x.layout.outer, byte_alignment=1024, swizzle=x.layout.inner)
+    def stages(self, smem, x: Operand, dtype) -> cute.Tensor:
+        return smem.allocate_tensor(dtype, x.layout.outer, byte_alignment=1024, swizzle=x.layout.inner)
 
     def ring(self, smem, sX: cute.Tensor, stages: int, consumers: int) -> Ring:
         bars = smem.allocate_array(Int64, 2 * stages)
@@ -224,39 +242,71 @@ class Forward:
             "v": lambda: (OverV(q_ring, v_ring, stored, wg), over(sV)),
         }[self.config.o_place(self.spec)]()
 
-    def attention(self, qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2, wg) -> Attention:
+    def softmax(self, scales: Scales | None, scale_log2: Float32) -> Softmax | BlockScaledSoftmax:
+        if scales is None:
+            return Softmax.create(scale_log2)
+        return BlockScaledSoftmax.create(scales, scale_log2, self.config.tile_n)
+
+    def schedule(self) -> Overlapped | Interleaved | InTurn:
         c = self.config
+        if c.chunk and c.overlap:
+            return Interleaved()
+        return Overlapped() if c.overlap else InTurn()
+
+    def accumulation(self, pv: cute.TiledMma) -> AmongExponentials | UnderQK | Promoted:
+        c = self.config
+        if c.promotion:
+            return (Promoted if c.overlap else PromotedAtOnce).create(pv, c.chunk or self.spec.head_dim_v)
+        return UnderQK() if c.rescale_early else AmongExponentials()
+
+    def attention(self, qk, pv, sQ, sK, sV, k_ring, v_ring, softmax, wg) -> Attention:
+        c, columns = self.config, self.config.chunk or self.spec.head_dim_v
         qk_wg, pv_wg = qk.get_slice(0), pv.get_slice(0)
+        tiler = (columns, c.tile_n, c.stages)
+        chunks = [cute.local_tile(sV, tiler, (n, 0, 0)) for n in range(self.spec.head_dim_v // columns)]
         return Attention(
             qk,
             pv,
             rQ=qk.make_fragment_A(qk_wg.partition_A(sQ)),
             rK=qk.make_fragment_B(qk_wg.partition_B(sK)),
-            rV=pv.make_fragment_B(pv_wg.partition_B(sV)),
+            rV=tuple(pv.make_fragment_B(pv_wg.partition_B(chunk)) for chunk in chunks),
             rP=cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), self.dtype),
             acc_O=cute.make_rmem_tensor(pv.partition_shape_C((64, self.spec.head_dim_v)), Float32),
             k_ring=k_ring,
             v_ring=v_ring,
-            softmax=Softmax.create(scale_log2),
+            softmax=softmax,
             turns=Turns(wg, c.warpgroups, TURNS_BARRIER) if c.pingpong else NoTurns(),
+            accumulation=self.accumulation(pv),
             tile_n=c.tile_n,
-            rescaling=UnderQK() if c.rescale_early else AmongExponentials(),
+            steps=c.tile_n // self.spec.step,
         )
 
 
 def signature(spec: Spec, config: Config) -> tuple:
-    """What cute.compile takes: fn(q, k, v, o, lse, tickets or None, scale_log2, num_sms) on the current stream."""
+    """What cute.compile takes: fn(q, k, v, o, lse, scales, v_channel, tickets, scale_log2, num_sms) on the current
+    stream; None for what the kernel does not have.
+    """
     batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = (cute.sym_int() for _ in range(7))
+    step = 16 // spec.element_bytes  # elements: what TMA asks of strides
 
-    def tensor(seqlen, heads, head_dim):
-        strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
-        shape = (batch, seqlen, heads, head_dim)
-        return make_fake_tensor(DTYPES[spec.dtype], shape, (*strides, 1), assumed_align=16)
+    def tensor(shape, dtype=DTYPES[spec.dtype], step=step):
+        strides = tuple(cute.sym_int64(divisibility=step) for _ in range(3))
+        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
 
+    def floats(*shape):
+        return make_fake_tensor(Float32, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=4)
+
+    q = tensor((batch, seqlen_q, heads, head_dim))
+    k = tensor((batch, seqlen_k, heads_kv, head_dim))
+    v_shape = (batch, heads_kv, head_dim_v, cute.sym_int()) if spec.is_fp8 else (batch, seqlen_k, heads_kv, head_dim_v)
+    o = tensor((batch, seqlen_q, heads, head_dim_v), DTYPES[spec.dtype_o or spec.dtype], 8)
     lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
-    lse = make_fake_tensor(cutlass.Float32, (batch, heads, seqlen_q), lse_strides, assumed_align=4)
-    q, o = tensor(seqlen_q, heads, head_dim), tensor(seqlen_q, heads, head_dim_v)
-    k, v = tensor(seqlen_k, heads_kv, head_dim), tensor(seqlen_k, heads_kv, head_dim_v)
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), lse_strides, assumed_align=4)
+    kv_strides = (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 4, 1)
+    kv_scales = make_fake_tensor(Float32, (batch, heads_kv, cute.sym_int(), 4), kv_strides, assumed_align=16)
+    scales = Scales(floats(batch, heads, cute.sym_int()), kv_scales, floats(batch, heads_kv, 2), Int32(1))
+    v_channel = floats(batch, heads_kv, head_dim_v) if spec.v_channel_scale else None
     tickets = make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if config.dynamic else None
-    return Forward(spec, config), (q, k, v, o, lse, tickets, Float32(1.0), Int32(1), stream)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    optional = (scales if spec.is_fp8 else None, v_channel, tickets)
+    return Forward(spec, config), (q, k, tensor(v_shape), o, lse, *optional, Float32(1.0), Int32(1), stream)

@@ -27,3 +27,20 @@ def pack(low: Float32, high: Float32, dtype, *, loc=None, ip=None) -> Int32:
             asm_dialect=llvm.AsmDialect.AD_ATT,
         )
     )
+
+
+@dsl_user_op
+def fma_up(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """fma.rp.f32: a * b + c rounded up."""
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            operands,
+            "fma.rp.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )

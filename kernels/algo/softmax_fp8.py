@@ -1,0 +1,137 @@
+"""Online softmax on block-scaled FP8 scores: where the scales of Q, K and V enter, and how P uses the range of E4M3.
+
+The scales of Q and K multiply the score in the fused multiply-add before exp2. V's scale rides on the exponent, so that
+the tensor core sums P V over blocks of different scales: what is rounded to E4M3 is e = p * v_scale / v_max in units of
+2^(R - 8), where the reference R makes the largest e of a row in this key block 2^8, which E4M3 holds exactly. R may
+fall by up to FALL below the highest so far: a block far below the running maximum keeps its precision.
+"""
+
+import math
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ..prims.ptx import fma_up
+from ..prims.wgmma import ROWS, rows
+from .scheduler import WorkTile
+from .softmax import add, fold, quad
+
+SCALE_ROWS = 64  # keys that share a scale
+TOP = 8.0  # e is 2^TOP at most: E4M3 ends at 448
+FALL = 32.0  # log2: how far the reference may fall; O and the row sum, which grow by as much, stay in FP32's range
+SMALLEST = 2.0**-60  # stands for a scale of 0, which would make NaN of a masked score
+
+
+class Scales(NamedTuple):
+    """Of Q, K and V, as the kernel is given them."""
+
+    mQ: cute.Tensor  # (b, h, ceil(sq / q_rows)) float32
+    mKV: cute.Tensor  # (b, h_kv, ceil(sk / 64), 4) float32: k_scale, log2(v_scale / v_max), v_max / v_scale, nothing
+    mHead: cute.Tensor  # (b, h_kv, 2) float32: the largest that scale_log2 * q_scale may be, and v_max
+    q_rows: Int32  # rows of Q that share a scale
+
+
+class KeyScales(NamedTuple):
+    """The scales of the keys of one K/V head, in groups of columns of a block that share them."""
+
+    mKV: cute.Tensor  # (blocks of 64, 4): see Scales
+    tile_n: int
+
+    @property
+    def group(self) -> int:
+        """Columns of a group: a block of keys may begin in the middle of a scale's rows."""
+        return math.gcd(self.tile_n, SCALE_ROWS)
+
+    def of_block(self, n_block: Int32) -> list[tuple[Float32, Float32, Float32]]:
+        """(scale of K, log2 of V's, its inverse) of every group. The last block may pass the end of the keys.
+
+        NOTE: read where a row needs them, from L1 and under its maximum. Read a block ahead they would spill at hd256.
+        """
+        found = []
+        for first in range(0, self.tile_n, self.group):
+            i = cutlass.min((n_block * self.tile_n + first) // SCALE_ROWS, self.mKV.shape[0] - 1)
+            four = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(self.mKV[i, None], four)
+            found.append((four[0], four[1], four[2]))
+        return found
+
+
+class BlockScaledSoftmax(NamedTuple):
+    """State of one warpgroup's rows; `update_row` turns a row of a block of scores into e.
+
+    NOTE: the register fields are memory, changed in place by methods called from run-time loops.
+    """
+
+    scales: Scales
+    scale_log2: Float32  # softmax scale * log2(e)
+    tile_n: int
+    keys: KeyScales | None  # of the work tile
+    v_max: Float32 | None  # of the work tile's K/V head
+    q_scale: cute.Tensor  # (2) scale_log2 * scale of Q's row
+    reference: cute.Tensor  # (2) R of the last block, -inf for a row that has seen no key
+    highest: cute.Tensor  # (2) largest R so far
+    row_sum: cute.Tensor  # (2) this thread's part, in units of 2^(R - TOP)
+    factor: cute.Tensor  # (2) what O must be multiplied with before it takes the block
+
+    @staticmethod
+    def create(scales: Scales, scale_log2: Float32, tile_n: int) -> "BlockScaledSoftmax":
+        state = [cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)]
+        return BlockScaledSoftmax(scales, scale_log2, tile_n, None, None, *state)
+
+    def of_tile(self, tile: WorkTile, head_kv: Int32, row: Int32) -> "BlockScaledSoftmax":
+        """With the scales of a work tile; this thread's rows are row and row + 8."""
+        s = self.scales
+        largest, v_max = s.mHead[tile.batch, head_kv, 0], s.mHead[tile.batch, head_kv, 1]
+        for r in range(ROWS):
+            i = cutlass.min(cutlass.max(row + 8 * r, 0) // s.q_rows, s.mQ.shape[2] - 1)
+            q_scale = cute.arch.fmax(self.scale_log2 * s.mQ[tile.batch, tile.head, i], Float32(SMALLEST))
+            self.q_scale[r] = cute.arch.fmin(q_scale, largest)
+        keys = KeyScales(s.mKV[tile.batch, head_kv, None, None], self.tile_n)
+        return self._replace(keys=keys, v_max=v_max)
+
+    def reset(self):
+        self.reference.fill(-Float32.inf)
+        self.highest.fill(-Float32.inf)
+        self.row_sum.fill(0.0)
+
+    def update_row(self, acc_S: cute.Tensor, r: int, n_block: Int32, is_first: bool, check_inf: bool):
+        """Row r of acc_S becomes e, unrounded. check_inf: the block may hide every key of a row."""
+        S, scales = rows(acc_S), self.keys.of_block(n_block)
+        width = self.keys.group // 4  # columns of a group in this thread
+        factors, top = [], None
+        for g, (k_scale, v_log2, _) in enumerate(scales):
+            factors.append(self.q_scale[r] * k_scale)
+            largest = fold(cute.arch.fmax, [S[r, c] for c in range(g * width, (g + 1) * width)])
+            # NOTE: rounded up, so that no e passes 2^TOP, however large the scores.
+            y = fma_up(largest, factors[g], v_log2)
+            top = y if top is None else cute.arch.fmax(top, y)
+        R = quad(cute.arch.fmax, top)
+        if not is_first:
+            R = cute.arch.fmax(R, self.highest[r] - FALL)
+        # NOTE: fmax makes a number of the NaN of two references of -inf.
+        self.factor[r] = cute.math.exp2(cute.arch.fmax(self.reference[r] - R, Float32(-127.0)), fastmath=True)
+        self.highest[r] = cute.arch.fmax(self.highest[r], R)
+        self.reference[r] = R
+        base = R - TOP
+        if check_inf:  # a row without a key so far: exp2(-inf - 0) = 0, not NaN
+            base = cutlass.select_(R == -Float32.inf, Float32(0.0), base)
+        total = self.row_sum[r] * self.factor[r]
+        for g, (_, v_log2, v_inverse) in enumerate(scales):
+            offset = base - v_log2
+            sums = [Float32(0.0), Float32(0.0)]
+            for c in range(g * width, (g + 1) * width):
+                e = cute.math.exp2(S[r, c] * factors[g] - offset, fastmath=True)
+                S[r, c] = e
+                sums[c % 2] = sums[c % 2] + e
+            total = total + (sums[0] + sums[1]) * v_inverse
+        self.row_sum[r] = total
+
+    @cute.jit
+    def finish(self, inverse: cute.Tensor, lse: cute.Tensor):
+        """(2) v_max / row_sum, 0 for a row that saw no key, and (2) log-sum-exp, natural log, -inf for such a row."""
+        for r in cutlass.range_constexpr(ROWS):
+            total = quad(add, self.row_sum[r])
+            inverse[r] = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total) * self.v_max
+            lse[r] = (self.reference[r] - TOP + cute.math.log2(total, fastmath=True)) * math.log(2)

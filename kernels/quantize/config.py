@@ -1,0 +1,83 @@
+"""What the quantise kernels are given (Spec, PackSpec) and what was chosen for them (Config).
+
+Plain frozen records: importing this module imports no compiler, so a kernel on disk is found without one.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+DTYPES = ("bfloat16", "float16")
+BLOCK = 64  # rows that share a scale
+GROUP = 16  # keys inside which packed V is permuted
+KEYS = 2 * BLOCK  # of V that one CTA packs: 128 bytes of a row of the packed tensor
+WARPS = 8  # of a CTA
+THREADS = 32 * WARPS
+LANES = 4  # that share a row of Q or K
+CHUNK = 8  # values of a 16-bit type that one load of 16 bytes brings
+SM_BYTES, RESERVED_BYTES = 233472, 1024  # shared memory of an SM of sm_90, and what the system takes of it a CTA
+HEAD_DIM_STEP, HEAD_DIM_MAX = 16, 256
+ROTARY_STEP = 16  # both halves of a rotary pair are whole chunks
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding of the first `dim` of a head's dimensions, before the rotation."""
+
+    dim: int
+    interleaved: bool  # pairs (2i, 2i + 1); else (i, i + dim / 2)
+    dtype: str  # of cos and sin: "float32", or the inputs' own
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Q, K and V in one launch. Sizes, strides and head counts are run-time arguments."""
+
+    entry: ClassVar[str] = "fa3.kernels.quantize.kernel"  # module whose `signature(spec, config)` is compiled
+
+    dtype: str  # "bfloat16" or "float16"
+    head_dim: int  # of Q and K
+    head_dim_v: int
+    rotate: bool = False  # Q and K times diag(signs) and a normalised Hadamard matrix
+    rotary: Rotary | None = None
+    q_rows: Literal[1, 64] = 64  # rows of Q that share a scale
+
+
+@dataclass(frozen=True)
+class PackSpec:
+    """V that is e4m3 already: transposed and permuted, not scaled."""
+
+    entry: ClassVar[str] = "fa3.kernels.quantize.pack"
+
+    head_dim_v: int
+
+
+@dataclass(frozen=True)
+class Config:
+    ctas: int  # of an SM at the same time, which caps the registers of a thread
+
+    @property
+    def registers_max(self) -> int:
+        return min(255, 65536 // (THREADS * self.ctas) // 8 * 8)
+
+    def shared_bytes(self, spec: Spec | PackSpec) -> int:
+        """Dynamic shared memory of a CTA: the packed tile of V and one maximum a warp."""
+        return KEYS * spec.head_dim_v + 4 * WARPS
+
+    def carveout(self, spec: Spec | PackSpec) -> int:
+        """Percent of an SM's memory that is shared memory: what its CTAs need. The rest caches."""
+        return min(100, -(-100 * self.ctas * (self.shared_bytes(spec) + RESERVED_BYTES) // SM_BYTES))
+
+
+def config_for(spec: Spec | PackSpec) -> Config:
+    """As many CTAs as registers allow without spilling: bytes in flight are what counts."""
+    if isinstance(spec, PackSpec):
+        return Config(8 if spec.head_dim_v <= 128 else 4)
+    widest = max(spec.head_dim, spec.head_dim_v)
+    if spec.rotary is not None:
+        return Config(3 if widest <= 128 else 2)
+    return Config(6 if widest <= 64 else 5 if widest <= 128 else 3 if widest <= 192 or spec.q_rows == BLOCK else 2)
+
+
+def parts(head_dim: int) -> tuple[int, ...]:
+    """The descending powers of two that sum to head_dim: each has a Hadamard matrix of its own."""
+    return tuple(1 << i for i in range(head_dim.bit_length() - 1, -1, -1) if head_dim >> i & 1)
