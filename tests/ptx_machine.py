@@ -1,0 +1,86 @@
+"""A machine that runs a kernel's PTX on the CPU: the numbers of a warp-specialised WGMMA kernel without a GPU.
+
+One CTA at a time. Warps take turns, each until it has to wait; the 32 lanes of a warp are a NumPy vector. What is
+asynchronous on the chip is late here: a WGMMA reads its operands and writes its accumulator when a wait_group asks for
+it, a TMA load lands after its warp has stopped, so that a missing wait gives wrong numbers. Global accesses are checked
+against the ends of their tensors, a TMA store must not begin at a negative coordinate, and warps that all wait for ever
+are an error. Approximate instructions are exact here, sums of WGMMA are FP32 without the chip's truncation.
+"""
+
+import numpy as np
+
+from tests.ptx_program import Barrier, Named, Tensor, TensorMap, swizzled
+from tests.ptx_warp import Warp
+
+SHARED = 232448
+
+
+class Cta:
+    """Runs one CTA of a grid."""
+
+    def __init__(self, program, params: list[np.ndarray], maps: dict[int, TensorMap], tensors: list[Tensor], threads):
+        self.code, self.labels = program
+        self.params, self.tensors = params, tensors
+        self.maps = {self.map_address(number): tensor_map for number, tensor_map in maps.items()}
+        self.threads = threads
+
+    @staticmethod
+    def map_address(number: int) -> int:
+        return (1 << 52) + 128 * number
+
+    def bytes(self, address: int, size: int, memory: np.ndarray | None) -> np.ndarray:
+        assert address % size == 0, f"misaligned access of {size} bytes at {address:#x}"
+        if memory is not None:
+            assert 0 <= address <= len(memory) - size, f"{address:#x} is outside the shared memory"
+            return memory[address : address + size]
+        for tensor in self.tensors:
+            if tensor.address <= address <= tensor.address + len(tensor.data) - size:
+                return tensor.data[address - tensor.address :][:size]
+        raise AssertionError(f"{address:#x} is outside every tensor")
+
+    def copy(self, m: TensorMap, first: list[int], shared: int, store: bool) -> int:
+        """A box between global and shared memory; its bytes."""
+        assert not store or min(first) >= 0, f"a TMA store begins at {first}"
+        width, height = m.box
+        address = shared + np.arange(height)[:, None] * m.span + np.arange(m.span)[None]
+        address = swizzled(address, m.span)
+        inside = all(0 <= c < size for c, size in zip(first[2:], m.shape[2:], strict=True))
+        base = sum(c * s for c, s in zip(first[2:], m.strides[2:], strict=True))
+        for row in range(height):
+            y = first[1] + row
+            low, high = max(0, -first[0]), min(width, m.shape[0] - first[0])
+            is_there = inside and 0 <= y < m.shape[1] and low < high
+            if not store:
+                self.shared[address[row]] = 0
+            if is_there:
+                place = base + y * m.strides[1] + (first[0] + low) * m.element_bytes
+                size = (high - low) * m.element_bytes
+                cells = address[row][low * m.element_bytes : high * m.element_bytes]
+                if store:
+                    m.tensor.data[place : place + size] = self.shared[cells]
+                else:
+                    self.shared[cells] = m.tensor.data[place : place + size]
+        return height * m.span
+
+    def run(self, number: int, ctas: int) -> None:
+        self.number, self.ctas = number, ctas
+        self.shared = np.full(SHARED, 0xFF, np.uint8)  # NaN
+        self.barriers: dict[int, Barrier] = {}
+        self.named: dict[int, Named] = {}
+        self.late: list = []
+        self.warps = [Warp(self, i) for i in range(self.threads // 32)]
+        running = list(self.warps)
+        with np.errstate(all="ignore"):
+            while running:
+                before = [warp.pc.copy() for warp in running]
+                generations = [(warp.waits_at, len(warp.groups)) for warp in running]
+                left = [warp for warp in running if not warp.run()]
+                landed = bool(self.late)
+                for tensor_map, first, shared, barrier in self.late:
+                    barrier.bytes -= self.copy(tensor_map, first, shared, False)
+                    barrier.settle()
+                self.late = []
+                moved = any((warp.pc != pc).any() for warp, pc in zip(running, before, strict=True))
+                same = generations == [(warp.waits_at, len(warp.groups)) for warp in running]
+                assert moved or landed or not same or len(left) < len(running), "all warps wait for ever"
+                running = left
