@@ -35,12 +35,21 @@ SIXTEEN_BIT = {
         Case("bfloat16", 1, 300, 200, 1, 1, 256, 256, True),
         Config(2, 80, rescale_early=True, **DYNAMIC),
     ),
+    "lookahead": (
+        Case("bfloat16", 1, 300, 350, 1, 2, 128, 128, True),
+        Config(2, 128, pingpong=False, lookahead=True, **DYNAMIC),
+    ),
+    "lookahead, three warpgroups, rows without a key": (
+        Case("float16", 1, 400, 150, 1, 2, 64, 64, True),
+        Config(3, 128, lookahead=True, **DYNAMIC),
+    ),
     "O over Q": (Case("float16", 1, 129, 97, 1, 1, 192, 128, True), Config(2, 128)),
 }
 EIGHT_BIT = {
     "promoted": (1, 70, 200, 1, 1, 128, False, Config(2, 128, promotion=1)),
     "in place": (1, 70, 300, 1, 1, 128, False, Config(2, 128)),
     "rows without a key, dynamic": (1, 200, 150, 1, 2, 128, True, Config(2, 128, promotion=1, **DYNAMIC)),
+    "lookahead": (1, 200, 250, 1, 2, 128, True, Config(2, 128, promotion=1, lookahead=True, **DYNAMIC)),
     "groups of 32 keys": (2, 100, 200, 1, 1, 64, True, Config(3, 96, promotion=1, persistent=True)),
     "interleaved": (1, 130, 200, 1, 1, 256, True, Config(2, 64, promotion=1, chunk=64, **DYNAMIC)),
     "chunks in turn": (1, 70, 200, 1, 1, 256, False, Config(2, 128, promotion=1, chunk=64, overlap=False)),

@@ -79,6 +79,9 @@ class Softmax(NamedTuple):
         """The state for a work tile: the same for all."""
         return self
 
+    def begin_tile(self):
+        """What a work tile needs before its first block."""
+
     def reset(self):
         self.row_sum.fill(0.0)
         self.factor.fill(1.0)

@@ -69,6 +69,7 @@ class BlockScaledSoftmax(NamedTuple):
     tile_n: int
     keys: KeyScales | None  # of the work tile
     v_max: Float32 | None  # of the work tile's K/V head
+    rows: tuple | None  # of the work tile: see begin_tile
     q_scale: cute.Tensor  # (2) scale_log2 * scale of Q's row
     reference: cute.Tensor  # (2) R of the last block, -inf for a row that has seen no key
     highest: cute.Tensor  # (2) largest R so far
@@ -78,18 +79,22 @@ class BlockScaledSoftmax(NamedTuple):
     @staticmethod
     def create(scales: Scales, scale_log2: Float32, tile_n: int) -> "BlockScaledSoftmax":
         state = [cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)]
-        return BlockScaledSoftmax(scales, scale_log2, tile_n, None, None, *state)
+        return BlockScaledSoftmax(scales, scale_log2, tile_n, None, None, None, *state)
 
     def of_tile(self, tile: WorkTile, head_kv: Int32, row: Int32) -> "BlockScaledSoftmax":
         """With the scales of a work tile; this thread's rows are row and row + 8."""
         s = self.scales
-        largest, v_max = s.mHead[tile.batch, head_kv, 0], s.mHead[tile.batch, head_kv, 1]
-        for r in range(ROWS):
-            i = cutlass.min(cutlass.max(row + 8 * r, 0) // s.q_rows, s.mQ.shape[2] - 1)
-            q_scale = cute.arch.fmax(self.scale_log2 * s.mQ[tile.batch, tile.head, i], Float32(SMALLEST))
-            self.q_scale[r] = cute.arch.fmin(q_scale, largest)
         keys = KeyScales(s.mKV[tile.batch, head_kv, None, None], self.tile_n)
-        return self._replace(keys=keys, v_max=v_max)
+        largest, v_max = s.mHead[tile.batch, head_kv, 0], s.mHead[tile.batch, head_kv, 1]
+        return self._replace(keys=keys, v_max=v_max, rows=(s.mQ[tile.batch, tile.head, None], row, largest))
+
+    def begin_tile(self):
+        """The scales of this thread's rows."""
+        mQ, row, largest = self.rows
+        for r in range(ROWS):
+            i = cutlass.min(cutlass.max(row + 8 * r, 0) // self.scales.q_rows, mQ.shape[0] - 1)
+            q_scale = cute.arch.fmax(self.scale_log2 * mQ[i], Float32(SMALLEST))
+            self.q_scale[r] = cute.arch.fmin(q_scale, largest)
 
     def reset(self):
         self.reference.fill(-Float32.inf)

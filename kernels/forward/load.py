@@ -18,7 +18,7 @@ class QuerySource(NamedTuple):
     """Q tiles of 64 rows, one a warpgroup, all under one barrier."""
 
     operand: Operand
-    sQ: cute.Tensor  # (64, head_dim, warpgroup)
+    sQ: cute.Tensor  # (64, head_dim, warpgroup of a stage)
     ring: Ring
     warpgroups: int
     head_dim: int

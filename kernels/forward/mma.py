@@ -24,7 +24,8 @@ class Attention(NamedTuple):
 
     qk: cute.TiledMma
     pv: cute.TiledMma
-    rQ: cute.Tensor  # (mma, m, k) descriptors
+    rQ: cute.Tensor  # (mma, m, k) descriptors, (mma, m, k, stage) with lookahead
+    q_stage: Int32 | None  # of the work tile, with lookahead
     rK: cute.Tensor  # (mma, n, k, stage)
     rV: tuple  # of (mma, d, k, stage), one for each chunk of O's columns
     rP: cute.Tensor  # (mma, m, k) registers
@@ -39,7 +40,8 @@ class Attention(NamedTuple):
 
     def issue_qk(self, i) -> cute.Tensor:
         acc_S = cute.make_rmem_tensor(self.qk.partition_shape_C((64, self.tile_n)), Float32)
-        issue(self.qk, acc_S, self.rQ, self.rK[None, None, None, self.k_ring.stage(i)], False)
+        rQ = self.rQ if self.q_stage is None else self.rQ[None, None, None, self.q_stage]
+        issue(self.qk, acc_S, rQ, self.rK[None, None, None, self.k_ring.stage(i)], False)
         return acc_S
 
     def issue_pv(self, i, acc: cute.Tensor, accumulate: bool, n: int = 0):
@@ -187,10 +189,49 @@ class Interleaved(NamedTuple):
 @cute.jit
 def attend(schedule: cutlass.Constexpr, a: cutlass.Constexpr, mask: cutlass.Constexpr, blocks: Blocks, base: Int32):
     """All key blocks of one query tile, at ring positions base..; the PV of the last one is left to schedule.last."""
+    begin(schedule, a, mask, blocks, base)
+    steps(schedule, a, mask, blocks, base)
+
+
+def begin(schedule, a: Attention, mask, blocks: Blocks, base: Int32):
+    """The first block: P of it."""
     a.acc_O.fill(0.0)
     a.softmax.reset()
     schedule.first(a, base, blocks.n_block(0), mask)
+
+
+@cute.jit
+def steps(schedule: cutlass.Constexpr, a: cutlass.Constexpr, mask: cutlass.Constexpr, blocks: Blocks, base: Int32):
+    """The blocks from the second on."""
     for i in cutlass.range(1, blocks.masked, unroll=1):
         schedule.step(a, base + i, blocks.n_block(i), mask)
     for i in cutlass.range(blocks.masked, blocks.count, unroll=1):
         schedule.step(a, base + i, blocks.n_block(i), None)
+
+
+@cute.jit
+def cross(
+    a: cutlass.Constexpr, b: cutlass.Constexpr, mask: cutlass.Constexpr, n_block: Int32, end: Int32,
+    inverse: cute.Tensor, lse: cute.Tensor,
+):  # fmt: skip
+    """From the last block of tile a to the first of tile b, as a step within a tile: PV of the one under the softmax of
+    the other. O of a is whole afterwards; gives P of b, unrounded. b's blocks lie in the rings from `end` on.
+    """
+    a.k_ring.wait_full(end)
+    a.turns.take()
+    acc_S = b.issue_qk(end)
+    a.accumulation.before_pv(a)
+    a.v_ring.wait_full(end - 1)
+    a.accumulation.issue_pv(a, end - 1, 0)
+    a.turns.give()
+    warpgroup.wait_group(1)
+    a.k_ring.release(end)
+    a.softmax.finish(inverse, lse)
+    b.softmax.begin_tile()
+    b.softmax.reset()
+    mask.apply(acc_S, n_block)
+    b.softmax_of(acc_S, n_block, True, True)
+    warpgroup.wait_group(0)
+    a.v_ring.release(end - 1)
+    a.accumulation.complete(a, 0)
+    return acc_S

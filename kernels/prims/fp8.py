@@ -37,6 +37,19 @@ def pack_e4m3(x: list, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def unpack_e4m3(word: Int32, *, loc=None, ip=None) -> list:
+    """cvt.rn.f16x2.e4m3x2, twice, and cvt.f32.f16: the four floats of a register's bytes, exactly, lowest first."""
+    body = (
+        "{ .reg .b16 low, high, a, b, c, d; .reg .b32 ab, cd; mov.b32 {low, high}, $4; "
+        "cvt.rn.f16x2.e4m3x2 ab, low; cvt.rn.f16x2.e4m3x2 cd, high; mov.b32 {a, b}, ab; mov.b32 {c, d}, cd; "
+        "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
+    )
+    struct = llvm.StructType.get_literal([T.f32()] * 4)
+    done = _asm(struct, [Int32(word)], body, "=f,=f,=f,=f,r", loc, ip)
+    return [Float32(llvm.extractvalue(T.f32(), done, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
 def absmax_pairs(a: Int32, b: Int32, dtype, *, loc=None, ip=None) -> Int32:
     """max.NaN.{bf16x2, f16x2} of |b| and of a, whose signs are clear."""
     operands = [Int32(a), Int32(b) & MAGNITUDES]

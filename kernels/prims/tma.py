@@ -41,7 +41,7 @@ class Feed(NamedTuple):
         cute.copy(self.atom, self.g[None, tile], self.s[None, self.ring.stage(i)], tma_bar_ptr=self.ring.claim(i))
 
     def put_all(self, i, tiles: list):
-        """One tile into every stage, under the barrier of ring position i: a ring of one position."""
-        full = self.ring.claim(i)
-        for stage, tile in enumerate(tiles):
-            cute.copy(self.atom, self.g[None, tile], self.s[None, stage], tma_bar_ptr=full)
+        """Tiles side by side, under the barrier of ring position i: a stage of the ring holds as many."""
+        full, first = self.ring.claim(i), self.ring.stage(i) * len(tiles)
+        for j, tile in enumerate(tiles):
+            cute.copy(self.atom, self.g[None, tile], self.s[None, first + j], tma_bar_ptr=full)

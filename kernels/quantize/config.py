@@ -41,6 +41,11 @@ class Spec:
     rotary: Rotary | None = None
     q_rows: Literal[1, 64] = 64  # rows of Q that share a scale
 
+    @property
+    def fits(self) -> bool:
+        """Whether the scales of Q's rows are fitted to what their codes became: see scale.fitted."""
+        return self.rotate and self.q_rows == 1
+
 
 @dataclass(frozen=True)
 class PackSpec:

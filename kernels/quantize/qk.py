@@ -11,14 +11,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ..prims.fp8 import SIGNS, bits, from_bits, pack_e4m3, unpack
+from ..prims.fp8 import SIGNS, bits, from_bits, pack_e4m3, unpack, unpack_e4m3
 from ..prims.mma import multiply
 from ..prims.ptx import pack
 from .address import words_at
 from .config import BLOCK, CHUNK, LANES, WARPS, Spec
 from .hadamard import COLUMNS, is_negative, normalisers, sizes, transform
 from .rotary import Tables
-from .scale import division, factor, largest, largest_of_warps, scale_of
+from .scale import division, factor, fitted, largest, largest_of_warps, scale_of
 
 PAIRS = CHUNK // 2  # 32-bit words of a chunk of 16-bit values
 ONES = {cutlass.BFloat16: 0x3F803F80, cutlass.Float16: 0x3C003C00}
@@ -75,13 +75,43 @@ class RowBlock(NamedTuple):
         words = self.load()
         if self.spec.rotate:
             values, weights = self.rotated(words), normalisers(self.spec.head_dim)
-            turn = factor(self.scale(_largest_weighted(values, weights)))
+            scale = self.scale(_largest_weighted(values, weights))
+            turn = factor(scale)
             values = [[x * (turn * weight) for x in group] for group, weight in zip(values, weights, strict=True)]
         else:
             values = [self.embedded(words, g) for g in range(self.groups)]
-            divide = division(self.scale(largest([x for group in values for x in group])))
+            scale = self.scale(largest([x for group in values for x in group]))
+            divide = division(scale)
             values = [[divide(x) for x in group] for group in values]
-        self.store([[pack_e4m3(x[:4]), pack_e4m3(x[4:])] for x in values])
+        if self.spec.fits:
+            self.store(self.fit(values, scale))
+        else:
+            self.store_scale(scale)
+            self.store([_packed(x) for x in values])
+
+    @cute.jit
+    def fit(self, values: list, scale: Float32) -> list:
+        """The packed words of values, by group. On the way the scale is stored, a row's own after it was fitted."""
+        packed = cute.make_rmem_tensor((2, self.groups), Int32)
+        if self.place.by_row:
+            length, along = Float32(0.0), Float32(0.0)
+            for g in cutlass.range_constexpr(self.groups):
+                words = _packed(values[g])
+                near = [*unpack_e4m3(words[0]), *unpack_e4m3(words[1])]
+                for i in cutlass.range_constexpr(CHUNK):
+                    length = length + values[g][i] * values[g][i]
+                    along = along + values[g][i] * near[i]
+                packed[0, g], packed[1, g] = words[0], words[1]
+            for bit in cutlass.range_constexpr(2):
+                length = length + cute.arch.shuffle_sync_bfly(length, 1 << bit)
+                along = along + cute.arch.shuffle_sync_bfly(along, 1 << bit)
+            scale = fitted(scale, length, along)
+        else:
+            for g in cutlass.range_constexpr(self.groups):
+                words = _packed(values[g])
+                packed[0, g], packed[1, g] = words[0], words[1]
+        self.store_scale(scale)
+        return [[packed[0, g], packed[1, g]] for g in range(self.groups)]
 
     @cute.jit
     def load(self) -> cute.Tensor:
@@ -142,23 +172,27 @@ class RowBlock(NamedTuple):
 
     @cute.jit
     def scale(self, magnitude: Int32) -> Float32:
-        """The scale that this thread's row divides by; stored on the way. magnitude: bits of the thread's largest."""
-        place = self.place
-        index, is_first = place.block, self.thread == 0
+        """The scale that this thread's row divides by. magnitude: bits of the thread's largest."""
         if cutlass.const_expr(self.spec.q_rows == 1):
-            if place.by_row:
+            if self.place.by_row:
                 for bit in cutlass.range_constexpr(2):
                     magnitude = cutlass.max(magnitude, cute.arch.shuffle_sync_bfly(magnitude, 1 << bit))
-                index, is_first = self.row, (self.lane == 0) & (self.row < place.rows)
             else:
                 magnitude = largest_of_warps(self.sMax, magnitude, self.thread, WARPS)
         else:
             magnitude = largest_of_warps(self.sMax, magnitude, self.thread, WARPS)
-        scale = scale_of(from_bits(magnitude))
+        return scale_of(from_bits(magnitude))
+
+    @cute.jit
+    def store_scale(self, scale: Float32):
+        place = self.place
+        index, is_first = place.block, self.thread == 0
+        if cutlass.const_expr(self.spec.q_rows == 1):
+            if place.by_row:
+                index, is_first = self.row, (self.lane == 0) & (self.row < place.rows)
         target = words_at(place.scale + 4 * Int64(index), 1, Float32)
         if is_first:
             target[0] = scale
-        return scale
 
     def store(self, packed: list):
         """packed[group]: the two words of a lane's columns."""
@@ -198,6 +232,11 @@ def split(x: list) -> list:
         x = [value - near for value, near in zip(x, rounded, strict=True)]
         pieces.append(pairs)
     return pieces
+
+
+def _packed(x: list) -> list:
+    """The two words of a chunk's e4m3 codes."""
+    return [pack_e4m3(x[:4]), pack_e4m3(x[4:])]
 
 
 def _choose(condition: Boolean, a: Int32, b: Int32) -> Int32:

@@ -1,6 +1,7 @@
 """From a block's largest magnitude to its scale, and values divided by it.
 
-scale = absmax / 448, rounded to nearest, at least 2^-126; 0 for a block of zeros, NaN for one with Inf or NaN.
+scale = absmax / 448, rounded to nearest, at least 2^-126; 0 for a block of zeros, NaN for one with Inf or NaN. Of
+rotated rows that have scales of their own it is moved after the cast: see `fitted`.
 """
 
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from ..prims.fp8 import absmax_pairs, bits, from_bits, fused, magnitude, product
 E4M3_MAX = 448.0
 E4M3_MAX_INVERSE = 0.002232142857142857  # rounded to fp32 by the compiler
 SMALLEST = 2.0**-126
+FIT_MAX = 1 / 16  # the half step of e4m3: what rounding may change of a row's length, as a share
 EXPONENT = 0x7F800000
 
 
@@ -30,6 +32,14 @@ def scale_of(absmax: Float32) -> Float32:
     if absmax == 0.0:
         scale = Float32(0.0)
     return scale
+
+
+def fitted(scale: Float32, length: Float32, along: Float32) -> Float32:
+    """The scale of a row whose values y (over the scale) were rounded to codes c, with length = |y|^2, along = y . c:
+    scale * c has the row's own length in the row's direction. 0 and NaN stay."""
+    ratio = length * cute.arch.rcp_approx(cute.arch.fmax(along, SMALLEST))
+    ratio = cute.arch.fmin(cute.arch.fmax(ratio, 1 - FIT_MAX), 1 + FIT_MAX)
+    return cute.arch.fmax(scale * ratio, cute.arch.fmin(scale, SMALLEST), nan=True)
 
 
 class Division(NamedTuple):
