@@ -59,9 +59,9 @@ def view(placed: Tensor, t: torch.Tensor, sizes: int, strides: int) -> np.ndarra
     return np.concatenate([*raw, np.array(t.stride()[:strides], np.int64).view(np.uint8)])
 
 
-def forward(spec, config, q, k, v, scale, *, num_sms=4, scales=None, v_channel=None, edit=lambda ptx: ptx):
+def forward(spec, config, q, k, v, scale, *, num_sms=4, scales=None, v_channel=None, seed=None, edit=lambda ptx: ptx):
     """out, lse of the kernel. v as the kernel takes it; scales (q_scale, kv, head, q_rows) of FP8; edit changes the
-    kernel before it runs.
+    kernel before it runs; seed draws the order of its warps.
     """
     memory = Memory()
     batch, seqlen_q, heads, _ = q.shape
@@ -87,7 +87,7 @@ def forward(spec, config, q, k, v, scale, *, num_sms=4, scales=None, v_channel=N
     cta = Cta(parse(edit(ptx)), params, maps, memory.tensors, config.threads)
     ctas = min(tiles, num_sms) if config.persistent else tiles
     for number in range(ctas):
-        cta.run(number, ctas)
+        cta.run(number, ctas, seed)
     return out, lse
 
 

@@ -62,25 +62,31 @@ class Cta:
                     self.shared[cells] = m.tensor.data[place : place + size]
         return height * m.span
 
-    def run(self, number: int, ctas: int) -> None:
+    def run(self, number: int, ctas: int, seed: int | None = None) -> None:
+        """CTA `number` of `ctas`. seed: warps take turns, and TMA loads land, in an order drawn from it."""
         self.number, self.ctas = number, ctas
         self.shared = np.full(SHARED, 0xFF, np.uint8)  # NaN
         self.barriers: dict[int, Barrier] = {}
         self.named: dict[int, Named] = {}
         self.late: list = []
         self.warps = [Warp(self, i) for i in range(self.threads // 32)]
+        draw = None if seed is None else np.random.default_rng((seed, number))
         running = list(self.warps)
         with np.errstate(all="ignore"):
             while running:
-                before = [warp.pc.copy() for warp in running]
-                generations = [(warp.waits_at, len(warp.groups)) for warp in running]
+                if draw is not None:
+                    draw.shuffle(running)  # type: ignore[arg-type]
+                before = self.progress(running)
                 left = [warp for warp in running if not warp.run()]
-                landed = bool(self.late)
-                for tensor_map, first, shared, barrier in self.late:
+                stuck = len(left) == len(running) and before == self.progress(running)
+                landing = [load for load in self.late if stuck or draw is None or draw.random() < 0.5]
+                assert landing or not stuck, "all warps wait for ever"
+                self.late = [load for load in self.late if not any(load is other for other in landing)]
+                for tensor_map, first, shared, barrier in landing:
                     barrier.bytes -= self.copy(tensor_map, first, shared, False)
                     barrier.settle()
-                self.late = []
-                moved = any((warp.pc != pc).any() for warp, pc in zip(running, before, strict=True))
-                same = generations == [(warp.waits_at, len(warp.groups)) for warp in running]
-                assert moved or landed or not same or len(left) < len(running), "all warps wait for ever"
                 running = left
+
+    @staticmethod
+    def progress(warps: list[Warp]) -> list:
+        return [(warp.pc.tolist(), warp.waits_at, len(warp.groups)) for warp in warps]
