@@ -24,6 +24,16 @@ class Part:
     stop: int
     num_keys: int
 
+    def cut(self, shape: Shape, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """What the part is attention to, (1, rows or keys, 1, head_dim) each."""
+        batch, head_kv = slice(self.batch, self.batch + 1), self.head // (shape.heads // shape.heads_kv)
+        keys = batch, slice(0, self.num_keys), slice(head_kv, head_kv + 1)
+        return q[batch, self.start : self.stop, self.head : self.head + 1], k[keys], v[keys]
+
+    def of(self, out: Any) -> Any:
+        """(rows, head_dim_v) of an output, in float64."""
+        return out[self.batch, self.start : self.stop, self.head].double()
+
 
 def parts(shape: Shape) -> tuple[Part, ...]:
     """The first rows of the first head, middle ones of a middle head, the last of the last: head and batch strides
@@ -47,14 +57,8 @@ class Check:
         self.parts = parts(shape)
         self.exact = []
         self.yardstick = 0.0
-        group = shape.heads // shape.heads_kv
         for part in self.parts:
-            rows = slice(part.start, part.stop)
-            at_q, at_k, at_v = (
-                q[part.batch : part.batch + 1, rows, part.head : part.head + 1],
-                k[part.batch : part.batch + 1, : part.num_keys, part.head // group : part.head // group + 1],
-                v[part.batch : part.batch + 1, : part.num_keys, part.head // group : part.head // group + 1],
-            )
+            at_q, at_k, at_v = part.cut(shape, q, k, v)
             exact, _ = attention(at_q.double(), at_k.double(), at_v.double(), causal=shape.causal)
             plain, _ = attention(at_q, at_k, at_v, causal=shape.causal)
             self.exact.append(exact[0, :, 0])
@@ -64,7 +68,7 @@ class Check:
         """Largest error over PyTorch's largest; at most LIMIT passes, infinity is what is not finite."""
         worst = 0.0
         for part, exact in zip(self.parts, self.exact, strict=True):
-            got = out[part.batch, part.start : part.stop, part.head].double()
+            got = part.of(out)
             if not got.isfinite().all().item():
                 return float("inf")
             worst = max(worst, (got - exact).abs().max().item())

@@ -6,6 +6,7 @@ not in the kernel time.
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from bench.shapes import Shape
@@ -100,6 +101,9 @@ _LOADERS: dict[str, Callable[[], Attention]] = {
     "reference": _reference,
 }
 IMPLS = tuple(_LOADERS)
+NO_ATTENTION = ("ours_quantize", "copy")  # Q, K and V to FP8 alone, and a copy that moves as many bytes
+OTHERS = ("ours_call", *NO_ATTENTION)  # with the whole FP8 call from 16 bit: in records, not in `load`
+FP8 = "float8_e4m3fn"
 
 
 def spec_of(shape: Shape, dtype: str) -> Any:
@@ -107,6 +111,16 @@ def spec_of(shape: Shape, dtype: str) -> Any:
     from fa3.kernels.forward.config import Spec, tile_for
 
     return Spec(dtype, *tile_for(shape.head_dim, shape.head_dim_v), shape.causal)
+
+
+def fp8_kernel_of(shape: Shape, accumulation: str, num_sms: int) -> tuple[Any, Any]:
+    """The Spec and Config that fa3 chooses for a shape in FP8 with BF16 output."""
+    from fa3.heuristics import config_for
+    from fa3.kernels.forward.config import Spec, tile_for
+
+    spec = Spec(FP8, *tile_for(shape.head_dim, shape.head_dim_v), shape.causal, "bfloat16")
+    sizes = shape.seqlen_q, shape.seqlen_k, shape.heads, shape.batch, num_sms
+    return spec, config_for(spec, *sizes, accumulation)
 
 
 def config_of(shape: Shape, dtype: str, num_sms: int) -> Any:
@@ -120,21 +134,77 @@ def kernel(spec: Any, config: Any, shape: Shape, num_sms: int) -> Attention:
     """Our compiled kernel with this Config, called directly: outputs are allocated once and written again by every
     call.
     """
+    run = _loaded(spec, config, shape, num_sms)
+
+    def attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
+        assert causal == spec.causal
+        return run(q, k, v, None, None)
+
+    attention.output = run.output  # type: ignore[attr-defined]
+    return attention
+
+
+def fp8_kernel(spec: Any, config: Any, shape: Shape, num_sms: int) -> Callable[[Any], Callable[[], Any]]:
+    """The same for FP8: QuantizedQKV -> call. The scales are prepared outside the call, once."""
+    from fa3.quant.prepare import prepare
+
+    run = _loaded(spec, config, shape, num_sms)
+
+    def bind(x: Any) -> Callable[[], Any]:
+        p = prepare(x)
+        return partial(run, x.q, x.k, x.v, (p.q_scale, p.kv, p.v_max, p.q_rows), x.v_channel_scale)
+
+    return bind
+
+
+def per_head(q: Any, k: Any, v: Any) -> Any:
+    """QuantizedQKV as FlashAttention-3 takes it: E4M3 with one scale for each batch and KV head, nothing rotated."""
+    from fa3.quant.cast import cast, divide, scale_of
+    from fa3.quant.formats import PER_HEAD
+    from fa3.quant.reference import from_descales
+
+    def codes_and_scale(x: Any) -> tuple[Any, Any]:
+        ratio = x.shape[2] // k.shape[2]
+        scale = scale_of(x, PER_HEAD).unflatten(1, (-1, ratio)).amax(-1)
+        return cast(divide(x, scale.repeat_interleave(ratio, 1), PER_HEAD)), scale
+
+    (q8, of_q), (k8, of_k), (v8, of_v) = (codes_and_scale(x) for x in (q, k, v))
+    return from_descales(q8, k8, v8, of_q, of_k, of_v, q.dtype)
+
+
+def fa3_fp8() -> Callable[..., Callable[[], Any]]:
+    """FlashAttention-3's FP8 forward: (what per_head or from_descales gives, causal, softmax scale) -> call."""
+    from fa3_fwd_interface import flash_attn_func
+
+    from fa3.quant.cast import unpack_v
+
+    def bind(x: Any, causal: bool, softmax_scale: float | None = None) -> Callable[[], Any]:
+        of_q = x.q_scale[..., 0].unflatten(1, (x.heads_kv, -1))[..., 0]
+        names = ("q_descale", of_q), ("k_descale", x.k_scale[..., 0]), ("v_descale", x.v_scale[..., 0])
+        options = {name: scale.contiguous() for name, scale in names}
+        v = unpack_v(x.v, x.seqlen_k)
+        return lambda: first_tensor(flash_attn_func(x.q, x.k, v, softmax_scale=softmax_scale, causal=causal, **options))
+
+    return bind
+
+
+def _loaded(spec: Any, config: Any, shape: Shape, num_sms: int) -> Any:
+    """run(q, k, v, scales, v_channel) -> out, always the same one, which is run.output too."""
     import torch
 
     from fa3.kernels import compile as compiler
 
-    run = compiler.load(spec, config)
+    function = compiler.load(spec, config)
     scale_log2 = math.log2(math.e) / math.sqrt(shape.head_dim)
     b, h, sq = shape.batch, shape.heads, shape.seqlen_q
-    o = torch.empty(b, sq, h, shape.head_dim_v, dtype=getattr(torch, spec.dtype), device="cuda")
+    size, dtype = (b, sq, h, shape.head_dim_v), getattr(torch, spec.dtype_o or spec.dtype)
+    o = torch.full(size, math.nan, dtype=dtype, device="cuda")
     lse = torch.empty(b, h, sq, dtype=torch.float32, device="cuda")
 
-    def attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
-        assert causal == spec.causal
-        tickets = q.new_zeros(1, dtype=torch.int32) if config.dynamic else None
-        run(q, k, v, o, lse, None, None, tickets, scale_log2, num_sms)
+    def run(q: Any, k: Any, v: Any, scales: Any, v_channel: Any) -> Any:
+        tickets = torch.zeros(1, dtype=torch.int32, device="cuda") if config.dynamic else None
+        function(q, k, v, o, lse, scales, v_channel, tickets, scale_log2, num_sms)
         return o
 
-    attention.output = o  # type: ignore[attr-defined]
-    return attention
+    run.output = o  # type: ignore[attr-defined]
+    return run

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.peers import IMPLS
+from bench.peers import IMPLS, NO_ATTENTION, OTHERS
 from bench.shapes import Shape
 
 ROOT = Path(__file__).parent.parent
@@ -22,11 +22,12 @@ FIELDS = (
     "graph_us", "eager_us", "cpu_us", "tflops", "peak_fraction", "cublas_fraction",
     "config", "gpu", "torch", "date", "commit",
 )  # fmt: skip
+MORE_FIELDS = {"accuracy": ("case", "rmse", "rel_error")}  # of suites that measure something else than time
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where and with what a record was measured. Peaks in TFLOP/s; None where nobody knows them."""
+    """Where and with what a record was measured. Peaks in TFLOP/s, of 16 bit; None where nobody knows them."""
 
     gpu: str
     torch: str
@@ -47,14 +48,16 @@ def record(
     cpu_us: float | None = None,
     config: Any = None,
 ) -> dict[str, Any]:
-    """`tflops` and the fractions come from the kernel time alone: without one they are null.
+    """`tflops` and the fractions come from the kernel time alone: without one, and where it is of no attention, they
+    are null. The peak is that of the dtype.
 
     `config` is a dataclass or a mapping: what was chosen for ours, and what the columns have no room for. Raises
     ValueError for an unknown impl.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
-    tflops = shape.flops / graph_us / 1e6 if graph_us else None
+    if impl not in (*IMPLS, *OTHERS):
+        raise ValueError(f"impl must be one of {', '.join((*IMPLS, *OTHERS))}, got {impl!r}")
+    tflops = shape.flops / graph_us / 1e6 if graph_us and impl not in NO_ATTENTION else None
+    peak = origin.peak_tflops and origin.peak_tflops * (2 if dtype.startswith("float8") else 1)
     return {
         "suite": suite,
         "impl": impl,
@@ -65,7 +68,7 @@ def record(
         "eager_us": _rounded(eager_us, 3),
         "cpu_us": _rounded(cpu_us, 3),
         "tflops": _rounded(tflops, 2),
-        "peak_fraction": _fraction(tflops, origin.peak_tflops),
+        "peak_fraction": _fraction(tflops, peak),
         "cublas_fraction": _fraction(tflops, origin.cublas_tflops),
         "config": dict(config) if isinstance(config, Mapping) else config and dataclasses.asdict(config),
         "gpu": origin.gpu,
@@ -77,10 +80,11 @@ def record(
 
 def append(record: Mapping[str, Any], out: Path = RESULTS) -> Path:
     """Adds the record to its file under `out`; returns the file. Raises ValueError for a record with other keys than
-    FIELDS.
+    FIELDS and the suite's own.
     """
-    if tuple(record) != FIELDS:
-        raise ValueError(f"a record has the keys {', '.join(FIELDS)}, got {', '.join(record)}")
+    fields = FIELDS + MORE_FIELDS.get(str(record.get("suite")), ())
+    if tuple(record) != fields:
+        raise ValueError(f"a record has the keys {', '.join(fields)}, got {', '.join(record)}")
     path = out / short_name(record["gpu"]) / f"{record['suite']}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:

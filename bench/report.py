@@ -32,7 +32,7 @@ def progress(to: Console) -> Progress:
 
 
 def short(dtype: str) -> str:
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}.get(dtype, dtype)
 
 
 def speed(outcome: Outcome) -> str:
@@ -68,6 +68,13 @@ def marked(value: float | None, allowed: float, form: str = ".3f") -> str:
     if value is None:
         return "-"
     return f"[{'green' if value <= allowed else 'red'}]{value:{form}}[/]"
+
+
+def reached(value: float | None, least: float, form: str = ".3f") -> str:
+    """The value, green where it is at least so much and red where not."""
+    if value is None:
+        return "not measured"
+    return f"[{'green' if value >= least else 'red'}]{value:{form}}[/]"
 
 
 def points_table(points: list[list[Outcome]], impls: list[str]) -> Table:

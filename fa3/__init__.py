@@ -4,10 +4,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fa3.interface import explain, flash_attn_func, flash_attn_qkvpacked_func, is_available, why_not
+    from fa3 import quant as quant
+    from fa3.interface import (
+        explain,
+        flash_attn_fp8_func,
+        flash_attn_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_quantized_func,
+        is_available,
+        why_not,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["explain", "flash_attn_func", "flash_attn_qkvpacked_func", "is_available", "why_not"]
+__all__ = [
+    "explain",
+    "flash_attn_fp8_func",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_quantized_func",
+    "is_available",
+    "why_not",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,3 +37,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# NOTE: fa3.quant is a namespace package: the folder at the top of a clone has no __init__.py, which would make of it a
+# package `quant` of everybody who works there. Its functions are given to it from here, whoever imports it first.
+import_module("fa3.exports").give(import_module("fa3.quant"))

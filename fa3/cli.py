@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fa3 import __version__
 from fa3.heuristics import DTYPES
+from fa3.kernels.forward.config import FP8
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
 
     fill = command("compile", "fa3.precompile", "Fill the kernel cache ahead of use; needs no GPU.")
     fill.add_argument("--all", action="store_true", help="every kernel that a call can ask for")
-    fill.add_argument("--dtype", choices=DTYPES, help="only this type")
+    fill.add_argument("--dtype", choices=(*DTYPES, FP8), help="only this type of Q, K and V")
     fill.add_argument("--head-dim", type=_positive, metavar="D", help="only kernels for this head dim of Q and K")
     fill.add_argument("--head-dim-v", type=_positive, metavar="D", help="head dim of V (default: that of Q and K)")
     fill.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only with (without) the causal mask")

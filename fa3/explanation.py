@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from fa3.device import ASSUMED, Chip, chip
-from fa3.heuristics import num_ctas
+from fa3.heuristics import config_of, num_ctas
 from fa3.kernels.compile import state
 from fa3.kernels.forward.config import Config, Spec
-from fa3.launch import config_of, why_copied
-from fa3.problem import Problem, check_chip, check_scale, check_sizes, problem_of
+from fa3.problem import FP8, Problem, check_chip, check_scale, check_sizes, problem_of
+from fa3.tma import why_copied
 
 REFERENCE = "reference (CPU)"
 
@@ -33,7 +33,7 @@ class Explanation:
     shared_bytes: int
     registers: tuple[int, int]  # a thread of the producer, of a consumer
     cache: str  # "memory", "disk" or "absent"
-    copies: tuple[str, ...]  # inputs that TMA cannot take, and why
+    copies: tuple[str, ...]  # inputs that TMA cannot take, and why; V of FP8, which is packed
 
     def __str__(self) -> str:
         p, s, c = self.problem, self.spec, self.config
@@ -41,7 +41,8 @@ class Explanation:
             "runs": f"{self.runs} on {self.device}",
             "problem": f"batch {p.batch}, seqlen {p.seqlen_q} x {p.seqlen_k}, heads {p.heads} / {p.heads_kv}, "
             f"head dims {p.head_dim}, {p.head_dim_v}",
-            "kernel": f"forward, {s.dtype}, head dims {s.head_dim}, {s.head_dim_v}, {'causal' if s.causal else 'full'}",
+            "kernel": f"forward, {s.dtype}, head dims {s.head_dim}, {s.head_dim_v}, {'causal' if s.causal else 'full'}"
+            + (f", {p.accumulation}, O in {s.dtype_o}" if s.is_fp8 else ""),
             "tile": f"{self.tile[0]} queries x {self.tile[1]} keys, {c.stages} stages",
             "schedule": self.schedule,
             "grid": f"{self.num_ctas} CTAs of {self.threads} threads for {self.num_tiles} work tiles",
@@ -53,9 +54,11 @@ class Explanation:
         return "\n".join(f"{name + ':':<11}{text}" for name, text in lines.items())
 
 
-def explanation_of(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Explanation:
+def explanation_of(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, accumulation: str
+) -> Explanation:
     check_scale(softmax_scale)
-    problem = problem_of(q, k, v, softmax_scale, causal)
+    problem = problem_of(q, k, v, softmax_scale, causal, accumulation)
     found, device = _chip_of(q)
     check_chip(found)
     config = config_of(problem, found.num_sms)
@@ -104,6 +107,8 @@ def _copies(**tensors: Tensor) -> tuple[str, ...]:
     for name, tensor in tensors.items():
         has_memory = tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
         reason = why_copied(tensor, tensor.data_ptr() if has_memory else None)
+        if name == "v" and tensor.dtype == FP8:
+            reason = "FP8 is packed head_dim-major first"
         if reason:
             reasons.append(f"{name}: {reason}")
     return tuple(reasons)

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fa3.kernels.forward.config import Config, Spec
+from fa3.kernels.forward.config import FP8, Config, Spec
+
+if TYPE_CHECKING:
+    from fa3.problem import Problem
 
 DTYPES = ("bfloat16", "float16")
 PADDING = {False: 1.13, True: 1.08}  # how much more padding a larger tile may compute than a smaller one; causal or not
@@ -24,11 +28,16 @@ class Row:
     dynamic: dict[str, bool] = field(default_factory=dict)  # what else differs in a dynamic grid
     fixed_full: int = 0  # up to this many keys a persistent grid goes by the fixed rule
     fixed_causal: int = 0
+    only: dict[bool, str] = field(default_factory=dict)  # causal or not: "fixed" or "dynamic", the others spill
 
-    def schedules(self, config: Config) -> tuple[Config, Config, Config]:
+    def schedules(self, config: Config, causal: bool) -> tuple[Config, Config, Config]:
         """One tile a CTA, persistent by the fixed rule, dynamic."""
         persistent = replace(config, persistent=True)
-        return config, persistent, replace(persistent, dynamic=True, **self.dynamic)
+        dynamic = replace(persistent, dynamic=True, **self.dynamic)
+        if causal in self.only:
+            one = {"fixed": persistent, "dynamic": dynamic}[self.only[causal]]
+            return one, one, one
+        return config, persistent, dynamic
 
 
 ROWS: dict[tuple[int, int], Row] = {
@@ -45,14 +54,52 @@ ROWS: dict[tuple[int, int], Row] = {
     (256, 256): Row(Config(2, 80, rescale_early=True), Config(2, 64, rescale_early=True)),
 }
 
+# How P V of an FP8 kernel is summed. accurate: every key block's in FP32. fast: all in the tensor core's accumulator of
+# about 14 bits, whose error grows with the number of keys. NOT MEASURED yet: what compiles without spills.
+FP8_ROWS: dict[str, dict[tuple[int, int], Row]] = {
+    "accurate": {
+        (64, 64): Row(Config(3, 96, promotion=1), Config(2, 128, promotion=1)),
+        (96, 96): Row(Config(2, 128, promotion=1)),
+        (128, 128): Row(Config(2, 128, promotion=1), only={True: "fixed"}),
+        (192, 128): Row(Config(2, 128, promotion=1), only={True: "fixed"}),
+        (192, 192): Row(Config(2, 64, promotion=1, chunk=64)),
+        (256, 256): Row(Config(2, 64, promotion=1, chunk=64)),
+    },
+    "fast": {
+        (64, 64): Row(Config(3, 128)),
+        (96, 96): Row(Config(2, 128)),
+        (128, 128): Row(Config(2, 128)),
+        (192, 128): Row(Config(2, 128)),
+        (192, 192): Row(Config(2, 128)),
+        (256, 256): Row(Config(2, 128), only={False: "dynamic", True: "dynamic"}),
+    },
+}
+ACCUMULATIONS = tuple(FP8_ROWS)  # the first is the default
 
-def config_for(spec: Spec, seqlen_q: int, seqlen_k: int, heads: int, batch: int, num_sms: int) -> Config:
-    """The Config for a problem of these sizes on a chip with num_sms multiprocessors."""
-    row = ROWS[spec.head_dim, spec.head_dim_v]
+
+def config_of(problem: "Problem", num_sms: int) -> Config:
+    """The Config of a call on a chip of that many SMs; an empty size is taken as 1."""
+    p = problem
+    seqlen_q, seqlen_k, heads, batch = (max(1, size) for size in (p.seqlen_q, p.seqlen_k, p.heads, p.batch))
+    return config_for(p.spec, seqlen_q, seqlen_k, heads, batch, num_sms, p.accumulation)
+
+
+def config_for(
+    spec: Spec,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads: int,
+    batch: int,
+    num_sms: int,
+    accumulation: str = ACCUMULATIONS[0],
+) -> Config:
+    """The Config for a problem of these sizes on a chip with num_sms multiprocessors. accumulation: of FP8."""
+    rows = FP8_ROWS[accumulation] if spec.is_fp8 else ROWS
+    row = rows[spec.head_dim, spec.head_dim_v]
     config = row.large
     if row.small is not None and _padding(row.large, row.small, seqlen_q, seqlen_k) > PADDING[spec.causal]:
         config = row.small
-    one_tile, fixed, dynamic = row.schedules(config)
+    one_tile, fixed, dynamic = row.schedules(config, spec.causal)
     m_blocks, sequences = -(-seqlen_q // config.tile_m), heads * batch
     tiles = m_blocks * sequences
     if tiles <= num_sms:
@@ -65,12 +112,15 @@ def config_for(spec: Spec, seqlen_q: int, seqlen_k: int, heads: int, batch: int,
 
 
 def all_configs() -> Iterator[tuple[Spec, Config]]:
-    """Every (Spec, Config) that config_for can return."""
-    for dtype in DTYPES:
-        for tile, row in ROWS.items():
-            chosen = [c for config in (row.large, row.small) if config is not None for c in row.schedules(config)]
+    """Every (Spec, Config) that config_for can return; of FP8 those without scales of V's channels."""
+    kinds = [(dtype, "", ROWS) for dtype in DTYPES]
+    kinds += [(FP8, dtype_o, rows) for dtype_o in DTYPES for rows in FP8_ROWS.values()]
+    for dtype, dtype_o, rows in kinds:
+        for tile, row in rows.items():
+            sizes = [config for config in (row.large, row.small) if config is not None]
             for causal in (False, True):
-                yield from ((Spec(dtype, *tile, causal), config) for config in chosen)
+                chosen = dict.fromkeys(c for config in sizes for c in row.schedules(config, causal))
+                yield from ((Spec(dtype, *tile, causal, dtype_o), config) for config in chosen)
 
 
 def num_ctas(config: Config, seqlen_q: int, sequences: int, num_sms: int) -> int:

@@ -12,20 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa3 import launch, ops  # ops registers torch.ops.fa3.forward
+from fa3 import launch, ops, ops_fp8  # these register the operators
 from fa3.device import chip
 from fa3.explanation import Explanation, explanation_of
+from fa3.heuristics import ACCUMULATIONS
 from fa3.problem import (
+    FP8,
+    check_accumulation,
     check_are_tensors,
+    check_descales_apply,
     check_flag,
     check_later_arguments,
     check_scale,
+    check_tensors,
     default_scale,
     split_packed,
 )
+from fa3.problem_fp8 import check_quantized, default_scale_of
+from fa3.quant.formats import QuantizedQKV
+from fa3.quant.interface import from_descales, quantize_qkv
 
 _forward, is_plain = ops._forward, ops.is_plain
 
+ACCURATE = ACCUMULATIONS[0]
 # What is imported on a call, and the package that brings it.
 REQUIRED = {
     "cutlass": "nvidia-cutlass-dsl",
@@ -58,26 +67,30 @@ def flash_attn_func(
     """softmax(softmax_scale * Q K^T) V: FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608).
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), bfloat16 or float16 on a Hopper GPU.
+        q: (batch, seqlen_q, heads, head_dim), bfloat16, float16 or float8_e4m3fn on a Hopper GPU.
         k, v: (batch, seqlen_k, heads_kv, head_dim) and (batch, seqlen_k, heads_kv, head_dim_v) of q's dtype and device.
-            heads is a multiple of heads_kv. head_dim and head_dim_v are multiples of 8 up to 256, independent of each
-            other. Any length may be 0. The last dimension must be contiguous, other strides are free, 0 included.
+            heads is a multiple of heads_kv. head_dim and head_dim_v are multiples of 8 up to 256, of FP8 multiples of
+            16, independent of each other. Any length may be 0. The last dimension must be contiguous, other strides are
+            free, 0 included.
         softmax_scale: finite, >= 0; by default 1 / sqrt(head_dim).
         causal: query i sees key j where j <= i + seqlen_k - seqlen_q (bottom-right), else all keys.
-        qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin:
-            not supported yet: must hold their defaults (pack_gqa may be False).
+        q_descale, k_descale, v_descale: of FP8 only: (batch, heads_kv) in float32, any strides, None for 1: what q (all
+            query heads of a KV head), k and v are multiplied with. `flash_attn_fp8_func` takes 16-bit tensors and is
+            more accurate: its scales are per 64 rows.
+        qv, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin: not supported yet: must hold their
+            defaults (pack_gqa may be False).
         deterministic: the forward always is.
         return_attn_probs, return_lse: both mean: return (out, lse). The first is FlashAttention-3's name.
 
     Returns:
-        out (batch, seqlen_q, heads, head_dim_v) in q's dtype, contiguous; with return_lse also lse
+        out (batch, seqlen_q, heads, head_dim_v) in q's dtype (of FP8: bfloat16), contiguous; with return_lse also lse
         (batch, heads, seqlen_q) in float32, the natural logarithm of the sum of the exponentials of the scaled scores.
 
     CPU tensors run `fa3.reference.tiled_attention` in the kernel's tile order, float32 and float64 too (lse is float64
-    for float64). A call allocates out and lse. Inputs that TMA cannot take (data pointer not a multiple of 16 bytes, or
-    a stride that is not a multiple of 8 elements, in a dimension of more than one element) are copied first; `explain`
-    tells which. The kernel runs on the current stream of the tensors' device; make one call before capturing a CUDA
-    graph, which loads the kernel.
+    for float64), FP8 ones `fa3.reference_fp8.fp8_attention`. A call allocates out and lse, of FP8 the packed V too.
+    Inputs that TMA cannot take (data pointer not a multiple of 16 bytes, or a stride that is not a multiple of 16
+    bytes, in a dimension of more than one element) are copied first; `explain` tells which. The kernel runs on the
+    current stream of the tensors' device; make one call before capturing a CUDA graph, which loads the kernel.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it, its value and what is allowed.
@@ -92,9 +105,13 @@ def flash_attn_func(
         or type(attention_chunk) is not int or attention_chunk != 0 or type(softcap) is not float or softcap != 0.0
         or type(num_splits) is not int or num_splits != 1 or type(sm_margin) is not int or sm_margin != 0
     ):
-        check_later_arguments(
-            qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin
-        )
+        check_later_arguments(qv, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin)
+        if q_descale is not None or k_descale is not None or v_descale is not None:
+            check_descales_apply(q, q_descale, k_descale, v_descale)
+            check_tensors(q, k, v)
+            _check_quantized_call(softmax_scale, causal, ACCURATE, return_attn_probs, return_lse)
+            x = from_descales(q, k, v, q_descale, k_descale, v_descale)
+            return _quantized(x, softmax_scale, causal, ACCURATE, return_attn_probs or return_lse)
     # fmt: on
     if not (isinstance(causal, bool) and isinstance(return_attn_probs, bool) and isinstance(return_lse, bool)):
         for name, flag in (("causal", causal), ("return_attn_probs", return_attn_probs), ("return_lse", return_lse)):
@@ -156,15 +173,122 @@ def flash_attn_qkvpacked_func(
     )
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False) -> Explanation:
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    rotate: bool = True,
+    seed: int = 0,
+    accumulation: str = ACCURATE,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    rotary_q_offset: int = 0,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    return_lse: bool = False,
+) -> Any:  # Tensor, or (Tensor, Tensor)
+    """Attention in FP8 on 16-bit tensors: quantise, attend. FlashAttention-3 (arXiv:2407.08608), section 3.3.
+
+    Q and K are rotated by a random orthogonal matrix, which changes no score and spreads outliers; Q, K and V get a
+    scale per 64 rows. To quantise once and attend many times: `fa3.quant.quantize_qkv`, `flash_attn_quantized_func`.
+
+    Args:
+        q, k, v: as in `flash_attn_func`, bfloat16 or float16, head dims multiples of 16.
+        rotate, seed: whether, and by which matrix.
+        accumulation: of P V. "accurate": every block of keys is added in float32, so that the error does not grow with
+            seqlen_k. "fast": all in the FP8 tensor core, whose accumulator keeps about 14 bits: for short lengths.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or of q's dtype: rotary embedding of Q and K on the
+            way, in the same kernel. rotary_interleaved: pairs are neighbours, else halves. rotary_q_offset: position of
+            the first query; the first key is at 0.
+        Every other argument: as in `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_func`, out in q's dtype. CPU tensors run `fa3.reference_fp8.fp8_attention`; any float type there.
+
+    Raises: as `flash_attn_func`.
+    """
+    check_later_arguments(None, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin)
+    check_flag("deterministic", deterministic)
+    _check_quantized_call(softmax_scale, causal, accumulation, return_attn_probs, return_lse)
+    x = quantize_qkv(
+        q,
+        k,
+        v,
+        rotate=rotate,
+        seed=seed,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        rotary_q_offset=rotary_q_offset,
+    )
+    return _quantized(x, softmax_scale, causal, accumulation, return_attn_probs or return_lse)
+
+
+def flash_attn_quantized_func(
+    x: QuantizedQKV,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    accumulation: str = ACCURATE,
+    return_lse: bool = False,
+) -> Any:  # Tensor, or (Tensor, Tensor)
+    """`flash_attn_fp8_func` on what `fa3.quant.quantize_qkv` returned, as often as wanted. Nothing is changed in x.
+
+    Returns out (batch, seqlen_q, heads, head_dim_v) in x.dtype and, with return_lse, lse as `flash_attn_func` does.
+
+    Raises: as `flash_attn_func`, naming the fields of x.
+    """
+    check_quantized(x)
+    _check_quantized_call(softmax_scale, causal, accumulation, False, return_lse)
+    return _quantized(x, softmax_scale, causal, accumulation, return_lse)
+
+
+def _check_quantized_call(
+    softmax_scale: float | None, causal: bool, accumulation: str, return_attn_probs: bool, return_lse: bool
+) -> None:
+    """Before anything is quantised or packed."""
+    for name, flag in (("causal", causal), ("return_attn_probs", return_attn_probs), ("return_lse", return_lse)):
+        check_flag(name, flag)
+    check_accumulation(accumulation, FP8)
+    if softmax_scale is not None:
+        check_scale(softmax_scale)
+
+
+def _quantized(x: QuantizedQKV, softmax_scale: float | None, causal: bool, accumulation: str, return_lse: bool) -> Any:
+    scale = default_scale_of(x) if softmax_scale is None else float(softmax_scale)
+    out, lse = ops_fp8.attend(x, scale, causal, accumulation)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    accumulation: str = ACCURATE,
+) -> Explanation:
     """What `flash_attn_func` would run for these tensors: kernel, tile, schedule, cache, copies. Launches nothing.
 
     Takes tensors of shape, dtype and strides only too (device "meta", or fake): these are answered for the current
-    Hopper GPU, or for an H100 SXM where there is none. Raises what the call would raise.
+    Hopper GPU, or for an H100 SXM where there is none. FP8 tensors stand for what `flash_attn_fp8_func` makes too, with
+    the accumulation that it is given. Raises what the call would raise.
     """
     check_are_tensors(q=q, k=k, v=v)
     check_flag("causal", causal)
-    return explanation_of(q, k, v, default_scale(q) if softmax_scale is None else softmax_scale, causal)
+    scale = default_scale(q) if softmax_scale is None else softmax_scale
+    return explanation_of(q, k, v, scale, causal, accumulation)
 
 
 def why_not(device: int | None = None) -> str | None:

@@ -2,10 +2,6 @@
 
 What a call needs beyond its tensors (kernel, output shapes, device) is a Plan, made once for the shapes, types and
 devices of a call and found again by one dictionary hit, so that a repeated call costs microseconds of host time.
-
-What TMA can take: a data pointer that is a multiple of 16 bytes, and strides that are multiples of 8 elements in every
-dimension of more than one element; expanded dimensions (stride 0) too. A tensor that does not fit is copied into a
-contiguous one first; a dimension of one element whose stride does not fit gets another stride, without a copy.
 """
 
 from __future__ import annotations
@@ -18,13 +14,13 @@ import torch
 from torch import Tensor, contiguous_format, empty_like, float32, int32
 from torch.cuda import current_device
 
+from fa3 import launch_fp8
 from fa3.device import chip
-from fa3.heuristics import config_for
+from fa3.heuristics import config_of
 from fa3.kernels.compile import load
-from fa3.kernels.forward.config import Config
 from fa3.problem import (
+    FP8,
     MAX_SCALE,
-    Problem,
     check_chip,
     check_scale,
     check_sizes,
@@ -33,13 +29,10 @@ from fa3.problem import (
     problem_of,
 )
 from fa3.reference import LOG2_E, SMALLEST_SCALE
+from fa3.tma import fitted
 
-TMA_ALIGNMENT = 16  # bytes
-STRIDE_STEP = 8  # elements: 16 bytes of a 16-bit type
 REFUSALS = (ValueError, TypeError)  # what the compiled function raises before it launches
 PLANS_MAX = 4096  # forgotten all together, so that ever new lengths do not fill the memory
-
-Strides = tuple[int, ...]
 
 
 class Plan(NamedTuple):
@@ -64,6 +57,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal
     key = (q.shape, k.shape, v.shape, q.dtype, q.device, k.device, v.device, causal)
     plan = _plans.get(key)
     if plan is None:
+        if q.dtype == FP8:
+            return launch_fp8.row_major(q, k, v, softmax_scale, causal)  # has plans of its own
         plan = _plan(q, k, v, causal)
         if len(_plans) >= PLANS_MAX:
             _plans.clear()
@@ -110,37 +105,3 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Plan:
     run = None if problem.is_empty else load(problem.spec, config)
     out_shape = None if problem.out_shape == q.shape else problem.out_shape
     return Plan(run, out_shape, problem.lse_shape, scale * LOG2_E, device, found.num_sms, config.dynamic)
-
-
-def config_of(problem: Problem, num_sms: int) -> Config:
-    """The Config that the heuristics choose for it on a chip of that many SMs; an empty size is taken as 1."""
-    p = problem
-    seqlen_q, seqlen_k, heads, batch = (max(1, size) for size in (p.seqlen_q, p.seqlen_k, p.heads, p.batch))
-    return config_for(p.spec, seqlen_q, seqlen_k, heads, batch, num_sms)
-
-
-def strides_for(tensor: Tensor) -> Strides | None:
-    """The strides with those of one-element dimensions set to what TMA can take; None when all are good as they are."""
-    if not any(stride % STRIDE_STEP for stride in tensor.stride()[:-1]):
-        return None
-    row = tensor.shape[-1]
-    pairs = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return (*(row if size == 1 and stride % STRIDE_STEP else stride for size, stride in pairs), 1)
-
-
-def why_copied(tensor: Tensor, address: int | None) -> str:
-    """Why TMA cannot take the tensor, in words; empty when it can. An unknown address (None) counts as aligned."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)):
-        if size > 1 and stride % STRIDE_STEP:
-            return f"stride {stride} of dimension {dim} is not a multiple of {STRIDE_STEP} elements"
-    if address is not None and address % TMA_ALIGNMENT:
-        return f"data pointer is {address % TMA_ALIGNMENT} bytes past a multiple of {TMA_ALIGNMENT}"
-    return ""
-
-
-def fitted(tensor: Tensor) -> Tensor:
-    """The tensor as TMA can take it: itself, the same memory under other strides, or a contiguous copy."""
-    strides = strides_for(tensor)
-    if tensor.data_ptr() % TMA_ALIGNMENT or (strides and any(stride % STRIDE_STEP for stride in strides[:-1])):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor if strides is None else tensor.as_strided(tensor.shape, strides)

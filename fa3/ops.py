@@ -13,9 +13,10 @@ from torch import _C, Tensor, is_grad_enabled
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling
 
-from fa3 import launch
+from fa3 import launch, ops_fp8
 from fa3.device import ASSUMED
-from fa3.problem import check_gradients, check_scale, check_tensors, problem_of
+from fa3.problem import FP8, check_gradients, check_scale, check_tensors, out_dtype, problem_of
+from fa3.quant.interface import from_descales
 from fa3.reference import tiled_attention
 
 _library = torch.library.Library("fa3", "DEF")
@@ -34,6 +35,8 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     problem = problem_of(q, k, v, softmax_scale, causal)
+    if q.dtype == FP8:
+        return ops_fp8.emulated(from_descales(q, k, v), softmax_scale, causal, problem.accumulation)
     if problem.is_empty:
         out, lse = q.new_zeros(problem.out_shape), q.new_empty(problem.lse_shape, dtype=lse_dtype(q.dtype))
         return out, lse.fill_(-math.inf)
@@ -48,7 +51,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -
     if isinstance(softmax_scale, float):  # a symbolic one is checked when it has a value
         check_scale(softmax_scale)
     batch, seqlen_q, heads, _ = q.shape
-    out = q.new_empty((batch, seqlen_q, heads, v.shape[3]))
+    out = q.new_empty((batch, seqlen_q, heads, v.shape[3]), dtype=out_dtype(q.dtype))
     return out, q.new_empty((batch, heads, seqlen_q), dtype=lse_dtype(q.dtype))
 
 

@@ -7,12 +7,15 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from typing import Any
 
 from fa3.console import console, quiet_compiler
 from fa3.heuristics import all_configs
 from fa3.kernels import compile as kernels
-from fa3.kernels.forward.config import Config, Spec, tile_for
+from fa3.kernels.forward.config import FP8, TILES, Config, Spec, tile_for
+from fa3.quant import listing
 
+Kernel = tuple[Any, Any]  # Spec and Config, of the forward or of what quantises
 MAX_JOBS = 8  # each compiler takes about half a gigabyte of memory
 
 
@@ -20,8 +23,8 @@ MAX_JOBS = 8  # each compiler takes about half a gigabyte of memory
 class Outcome:
     """Of one kernel. `seconds` is None where it was there already; `error` is empty where it is on disk now."""
 
-    spec: Spec
-    config: Config
+    spec: Any
+    config: Any
     seconds: float | None
     error: str = ""
 
@@ -61,28 +64,39 @@ def check_writable() -> None:
 
 def select(
     dtype: str | None = None, head_dim: int | None = None, head_dim_v: int | None = None, causal: bool | None = None
-) -> Iterable[tuple[Spec, Config]]:
+) -> Iterable[Kernel]:
     """Those of the kernels that a call can ask for which serve these head dims (head_dim_v is head_dim unless given).
 
-    Exits with one sentence for a head dim that no kernel serves.
+    What quantises for FP8 is made for head dims and not for tiles: of these head dims, or of all tiles' sizes; rotated,
+    without rotary embedding. Exits with one sentence for a head dim that no kernel serves.
     """
-    tile = None
-    if head_dim is not None:
-        from fa3.problem import HEAD_DIM_MAX, HEAD_DIM_STEP  # brings torch, which nothing else here needs
-
-        wanted = (head_dim, head_dim_v or head_dim)
-        if any(dim % HEAD_DIM_STEP or not 0 < dim <= HEAD_DIM_MAX for dim in wanted):
-            allowed = f"multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}"
-            raise SystemExit(f"no kernel serves head dims {wanted}; allowed: {allowed}")
-        tile = tile_for(*wanted)
+    wanted = None if head_dim is None else (head_dim, head_dim_v or head_dim)
+    tile = None if wanted is None else _tile(wanted, dtype)
     for spec, config in all_configs():
         if dtype not in (None, spec.dtype) or causal not in (None, spec.causal):
             continue
+        if spec.is_fp8 and wanted is not None and not listing.are_served(wanted):
+            continue
         if tile in (None, (spec.head_dim, spec.head_dim_v)):
             yield spec, config
+    if dtype in (None, FP8) and (wanted is None or listing.are_served(wanted)):
+        yield from listing.all_kernels([wanted] if wanted else TILES)
 
 
-def fill(chosen: list[tuple[Spec, Config]], jobs: int) -> list[Outcome]:
+def _tile(wanted: tuple[int, int], dtype: str | None) -> tuple[int, int]:
+    from fa3.problem import (
+        FP8_HEAD_DIM_STEP,
+        HEAD_DIM_MAX,
+        HEAD_DIM_STEP,
+    )  # brings torch, which nothing else here needs
+
+    step = FP8_HEAD_DIM_STEP if dtype == FP8 else HEAD_DIM_STEP
+    if any(dim % step or not 0 < dim <= HEAD_DIM_MAX for dim in wanted):
+        raise SystemExit(f"no kernel serves head dims {wanted}; allowed: multiples of {step} up to {HEAD_DIM_MAX}")
+    return tile_for(*wanted)
+
+
+def fill(chosen: list[Kernel], jobs: int) -> list[Outcome]:
     """Every kernel on disk, `jobs` compilers at a time, with a progress bar on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -98,7 +112,7 @@ def fill(chosen: list[tuple[Spec, Config]], jobs: int) -> list[Outcome]:
     return outcomes
 
 
-def prepare(spec: Spec, config: Config) -> Outcome:
+def prepare(spec: Any, config: Any) -> Outcome:
     """One kernel; what went wrong is kept, so that the others go on."""
     start = time.perf_counter()
     try:
@@ -110,10 +124,17 @@ def prepare(spec: Spec, config: Config) -> Outcome:
     return Outcome(spec, config, time.perf_counter() - start)
 
 
-def describe(spec: Spec, config: Config) -> str:
+def describe(spec: Any, config: Any) -> str:
     """One kernel in a few words: of two that a call can ask for, no two have the same."""
+    return describe_forward(spec, config) if isinstance(spec, Spec) else listing.describe(spec)
+
+
+def describe_forward(spec: Spec, config: Config) -> str:
     mask = "causal" if spec.causal else "full"
-    words = [f"{spec.dtype} {spec.head_dim}/{spec.head_dim_v} {mask} {config.tile_m}x{config.tile_n}"]
+    dtype = (
+        f"{spec.dtype} {'accurate' if config.promotion else 'fast'} to {spec.dtype_o}" if spec.is_fp8 else spec.dtype
+    )
+    words = [f"{dtype} {spec.head_dim}/{spec.head_dim_v} {mask} {config.tile_m}x{config.tile_n}"]
     words += ["dynamic" if config.dynamic else "persistent"] * config.persistent + ["no ping-pong"] * (
         not config.pingpong
     )

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from fa3.device import Chip
+from fa3.heuristics import ACCUMULATIONS
+from fa3.kernels.forward.config import FP8 as FP8_NAME
 from fa3.kernels.forward.config import Config, Spec, tile_for
 from fa3.reference import LOG2_E
 
 KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+FP8 = torch.float8_e4m3fn
 CHECKING_DTYPES = (torch.float32, torch.float64)  # CPU only: the reference in higher precision
 DEVICES = ("cuda", "cpu", "meta")
-HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 256
+HEAD_DIM_STEP, FP8_HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 16, 256
 SIZE_MAX = 2**31 - 2**16  # sizes and tiles are counted in 32 bits on the device, with room for a tile; offsets in 64
 MAX_SCALE = torch.finfo(torch.float32).max / LOG2_E  # the kernel takes softmax_scale * log2(e) in fp32
 
@@ -35,6 +38,7 @@ class Problem:
     heads_kv: int
     head_dim: int
     head_dim_v: int
+    accumulation: str = ACCUMULATIONS[0]  # of FP8: a key of heuristics.FP8_ROWS
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -53,15 +57,26 @@ class Problem:
         return self.batch * self.heads * -(-self.seqlen_q // tile_m)
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Problem:
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, accumulation: str = ACCUMULATIONS[0]
+) -> Problem:
     """The Problem of a call, or the ValueError / TypeError that says what is wrong with it."""
     check_tensors(q, k, v)
     check_scale(softmax_scale)
+    check_accumulation(accumulation, q.dtype)
     batch, seqlen_q, heads, head_dim = q.shape
     _, seqlen_k, heads_kv, head_dim_v = v.shape
-    # fp32 and fp64 run on the CPU only, in the order of the bf16 kernel.
-    spec = Spec(KERNEL_DTYPES.get(q.dtype, "bfloat16"), *tile_for(head_dim, head_dim_v), causal)
-    return Problem(spec, batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, head_dim_v)
+    tile = tile_for(head_dim, head_dim_v)
+    if q.dtype == FP8:
+        spec = Spec(FP8_NAME, *tile, causal, KERNEL_DTYPES[out_dtype(q.dtype)])
+    else:  # fp32 and fp64 run on the CPU only, in the order of the bf16 kernel
+        spec = Spec(KERNEL_DTYPES.get(q.dtype, "bfloat16"), *tile, causal)
+    return Problem(spec, batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, head_dim_v, accumulation)
+
+
+def out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of O: that of the inputs, of FP8 bfloat16 as in FlashAttention-3."""
+    return torch.bfloat16 if dtype == FP8 else dtype
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -95,10 +110,10 @@ def check_are_tensors(**arguments: object) -> None:
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must have one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}")
-    if q.dtype in KERNEL_DTYPES or (q.dtype in CHECKING_DTYPES and q.device.type != "cuda"):
+    if q.dtype in KERNEL_DTYPES or q.dtype == FP8 or (q.dtype in CHECKING_DTYPES and q.device.type != "cuda"):
         return
     raise TypeError(
-        f"q, k, v have dtype {q.dtype} on {q.device.type}; allowed: torch.bfloat16 and torch.float16, "
+        f"q, k, v have dtype {q.dtype} on {q.device.type}; allowed: torch.bfloat16, torch.float16 and {FP8}, "
         "and on CPU torch.float32 and torch.float64"
     )
 
@@ -110,17 +125,18 @@ def _check_rank(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_head_dim(name: str, head_dim: int) -> None:
-    if head_dim % HEAD_DIM_STEP != 0 or head_dim < HEAD_DIM_STEP or head_dim > HEAD_DIM_MAX:
+def check_head_dim(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    step = FP8_HEAD_DIM_STEP if dtype == FP8 else HEAD_DIM_STEP
+    if head_dim % step != 0 or head_dim < step or head_dim > HEAD_DIM_MAX:
+        of = f" of {dtype}" if dtype == FP8 else ""
         raise ValueError(
-            f"{name} has head_dim {head_dim}; allowed: multiples of {HEAD_DIM_STEP} "
-            f"from {HEAD_DIM_STEP} to {HEAD_DIM_MAX}"
+            f"{name} has head_dim {head_dim}{of}; allowed: multiples of {step} from {step} to {HEAD_DIM_MAX}"
         )
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    _check_head_dim("q", q.shape[3])
-    _check_head_dim("v", v.shape[3])
+    check_head_dim("q", q.shape[3], q.dtype)
+    check_head_dim("v", v.shape[3], q.dtype)
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k must have the head_dim of q, {q.shape[3]}, got {k.shape[3]} (v's may differ)")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
@@ -155,7 +171,7 @@ def default_scale(q: Tensor) -> float:
     """1 / sqrt(head_dim)."""
     check_are_tensors(q=q)
     _check_rank("q", q)
-    _check_head_dim("q", q.shape[3])
+    check_head_dim("q", q.shape[3], q.dtype)
     return q.shape[3] ** -0.5
 
 
@@ -175,11 +191,24 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r} of type {kind.__module__}.{kind.__qualname__}")
 
 
+def check_accumulation(accumulation: object, dtype: torch.dtype) -> None:
+    if accumulation not in ACCUMULATIONS:
+        raise ValueError(f"accumulation is {accumulation!r}; allowed: {', '.join(map(repr, ACCUMULATIONS))}")
+    if accumulation != ACCUMULATIONS[0] and dtype != FP8:
+        raise ValueError(f"accumulation is {accumulation!r} for {dtype}; allowed: {ACCUMULATIONS[0]!r} but for {FP8}")
+
+
+def check_descales_apply(q: Tensor, q_descale: object, k_descale: object, v_descale: object) -> None:
+    """16-bit tensors have none. Their shapes are checked where they are used."""
+    check_are_tensors(q=q)
+    for name, value in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+        if value is not None and q.dtype != FP8:
+            kind = type(value).__name__
+            raise NotImplementedError(f"{name} is for {FP8}, q has dtype {q.dtype}; allowed: None, got {kind}")
+
+
 def check_later_arguments(
     qv: object,
-    q_descale: object,
-    k_descale: object,
-    v_descale: object,
     window_size: object,
     attention_chunk: object,
     softcap: object,
@@ -188,9 +217,8 @@ def check_later_arguments(
     sm_margin: object,
 ) -> None:
     """Arguments of FlashAttention-3 that exist here for the callers' sake and may only hold their neutral value yet."""
-    for name, value in (("qv", qv), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if value is not None:
-            raise NotImplementedError(f"{name} is not supported yet; allowed: None, got {type(value).__name__}")
+    if qv is not None:
+        raise NotImplementedError(f"qv is not supported yet; allowed: None, got {type(qv).__name__}")
     if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
         raise NotImplementedError(f"window_size={window_size!r} is not supported yet; allowed: (-1, -1), no window")
     for name, value, neutral in (

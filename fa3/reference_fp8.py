@@ -1,14 +1,14 @@
 """FP8 attention as the kernel computes it, step by step, in torch on the CPU: the specification of the FP8 forward.
 
-`fp8_attention` takes the kernel's key blocks in its order, with every scale where the kernel applies it and every
-rounding that it makes on purpose; docs/fp8.md explains the arithmetic. `dequantized_attention` is float64 attention to
-the numbers that the quantised tensors stand for: what is lost between the two is the kernel's, what is lost before is
-the quantisation's.
+`fp8_attention` takes the kernel's key blocks in its order, with the scales of `fa3.quant.prepare` where the kernel
+applies them and every rounding that it makes on purpose; docs/fp8.md explains the arithmetic. `dequantized_attention`
+is float64 attention to the numbers that the quantised tensors stand for: what is lost between the two is the kernel's,
+what is lost before is the quantisation's.
 
 The tensor core's accumulator is not modelled: matrix products are float32 sums here; there, the products of 32
 components are aligned to the largest and keep about 14 bits. With accumulation "fast" the kernel leaves O in that
 accumulator from block to block, with "accurate" it adds every block's fresh sum to O in float32; here both do the
-latter. Scores beyond float32 give NaN.
+latter.
 """
 
 import math
@@ -18,18 +18,15 @@ import torch
 from torch import Tensor
 
 from fa3 import reference
-from fa3.quant.cast import SMALLEST_SCALE, cast, unpack_v
+from fa3.quant.cast import cast, unpack_v
 from fa3.quant.formats import BLOCK, QuantizedQKV
+from fa3.quant.prepare import SMALLEST, prepare
 from fa3.quant.reference import dequantize_qkv
 
 ACCUMULATIONS = ("accurate", "fast")
-P_EXPONENT = 8  # the largest P of a block is 2^8, which E4M3 holds exactly; it ends at 448
-REACH = 32  # how far, in powers of two, a block's reference may lie below the highest of its row
-LV_STEP = 2.0**-16  # log2(v_scale) is rounded to a multiple
-LV_UNKNOWN = -64.0  # stands for log2 of a scale of 0 before any other has been seen
-# Adding it to a scaled score and taking it away rounds to a multiple of 2^-12 (of the float32 spacing beyond 2^10).
-ROUNDER = 1.5 * 2.0**11
-HUGE = 2.0**14  # scaled scores, base 2, that are taken relative to an anchor: beyond, float32 has few fraction bits
+TOP = 8.0  # the largest P of a row in a block is 2^8, which E4M3 holds exactly; it ends at 448
+SPAN_LOG2 = 23  # references of this magnitude and more, base 2, are shrunk within their block
+FALL = 32.0  # how far, in powers of two, a block's reference may lie below the highest of its row
 
 
 def fp8_attention(
@@ -74,80 +71,67 @@ def dequantized_attention(
 
 @dataclass(frozen=True)
 class _Operands:
-    """The stored numbers as float32 and the scales, per batch and KV head (N = B Hkv)."""
+    """The stored numbers as float32 and the prepared scales, per batch and KV head (N = B Hkv)."""
 
     q: Tensor  # (N, ratio, Sq, D)
     k: Tensor  # (N, Sk, D)
     v: Tensor  # (N, Sk, Dv)
-    row_scale: Tensor  # (N, ratio, Sq): softmax scale * log2(e) * q_scale
+    q_scale: Tensor  # (N, ratio, Sq): softmax scale * log2(e) * q_scale, at least SMALLEST
     k_scale: Tensor  # (N, blocks)
-    log_v: Tensor  # (N, blocks): log2(v_scale) in steps, -inf where the scale is 0
+    v_log2: Tensor  # (N, blocks): log2(v_scale / v_max)
+    v_inverse: Tensor  # (N, blocks): v_max / v_scale
+    v_max: Tensor  # (N)
 
     @staticmethod
     def of(x: QuantizedQKV, softmax_scale: float) -> "_Operands":
         batch, seqlen_q, heads, dim = x.q.shape
         q = x.q.float().transpose(1, 2).reshape(batch * x.heads_kv, heads // x.heads_kv, seqlen_q, dim)
         k, v = (t.float().transpose(1, 2).flatten(0, 1) for t in (x.k, unpack_v(x.v, x.seqlen_k)))
-        q_scale = x.q_scale if x.q_rows == 1 else x.q_scale.repeat_interleave(BLOCK, -1)[..., :seqlen_q]
+        scales = prepare(x)
+        q_scale = scales.q_scale
+        if scales.q_rows != 1:
+            q_scale = q_scale.repeat_interleave(scales.q_rows, -1)[..., :seqlen_q]
         scale_log2 = torch.tensor(softmax_scale * reference.LOG2_E, dtype=torch.float32, device=x.q.device)
-        log_v = torch.round(torch.log2(x.v_scale.double()) / LV_STEP) * LV_STEP
-        row_scale = (scale_log2 * q_scale).reshape(q.shape[:3])
-        return _Operands(q, k, v, row_scale, x.k_scale.flatten(0, 1), log_v.float().flatten(0, 1))
-
-    def log_v_before(self, end: int) -> Tensor:
-        """(N, blocks) for a tile whose last key is end - 1: a block of zeros takes the value of the nearest block
-        after it that is none."""
-        log_v = self.log_v[:, : -(-end // BLOCK)]
-        at = torch.arange(log_v.shape[1], device=log_v.device).where(log_v != -math.inf, log_v.shape[1])
-        nearest = at.flip(-1).cummin(-1).values.flip(-1)
-        return torch.nn.functional.pad(log_v, (0, 1), value=LV_UNKNOWN).gather(-1, nearest)
+        q_scale = (scale_log2 * q_scale).clamp_min(SMALLEST).reshape(q.shape[:3])
+        k_scale, v_log2, v_inverse, _ = scales.kv.flatten(0, 1).unbind(-1)
+        return _Operands(q, k, v, q_scale, k_scale, v_log2, v_inverse, scales.v_max.flatten())
 
 
 @dataclass
 class _Rows:
-    """What a tile's rows (N, M) carry from block to block. P and its sum are in units of 2^(anchor + reference - 8)."""
+    """What a tile's rows (N, M) carry from block to block. P, its sum and O are in units of 2^(reference - TOP)."""
 
-    o: Tensor  # (N, M, Dv)
+    o: Tensor  # (N, M, Dv), over v_max
     row_sum: Tensor
-    reference: Tensor  # of the latest block; -inf before a key was seen
+    reference: Tensor  # R of the latest block; -inf before a key was seen
     highest: Tensor  # the largest reference
-    anchor: Tensor  # what scaled scores are relative to; 0 unless they are huge
 
     @staticmethod
     def create(like: Tensor, head_dim_v: int) -> "_Rows":
         shape = like.shape[:2]
         unseen = like.new_full(shape, -math.inf)
-        zero = like.new_zeros(shape)
-        return _Rows(like.new_zeros(*shape, head_dim_v), zero, unseen, unseen, zero)
+        return _Rows(like.new_zeros(*shape, head_dim_v), like.new_zeros(shape), unseen, unseen)
 
-    def move_anchor(self, top: Tensor) -> None:
-        """Take huge scores relative to the block's largest, `top`. What was summed before is then next to nothing."""
-        above = top - self.anchor
-        is_huge = (above > HUGE) | ((above < -HUGE) & (self.reference == -math.inf) & (top != -math.inf))
-        moved = torch.where(is_huge, top, self.anchor)
-        self.reference = self.reference + (self.anchor - moved)
-        self.highest = self.highest + (self.anchor - moved)
-        self.anchor = moved
-
-    def add(self, scores: Tensor, mult: Tensor, log_v: Tensor, groups: list[slice], v8: Tensor) -> None:
-        """Take one key block: scores (N, M, n), its groups of columns with mult (N, M, G) and log_v (N, G)."""
-        log_v = log_v[:, None]
-        largest = torch.stack([scores[..., group].amax(-1) for group in groups], -1)  # (N, M, G)
-        self.move_anchor((largest * mult).amax(-1))
-        anchor = self.anchor[..., None]
-        # NOTE: rounded before log_v is added, so that twice the scale of V moves everything by exactly 1.
-        top = (_scaled(largest, mult, torch.full_like(mult, -ROUNDER), anchor) - ROUNDER + log_v).amax(-1)
-        reference = torch.maximum(top, self.highest - REACH)
-        base = torch.where(reference == -math.inf, 0.0, reference)  # a row without a key: all its P are 0
-        factor = torch.exp2(self.reference - base)
-        offset = (base[..., None] - P_EXPONENT) - log_v  # (N, M, G)
-        total = torch.zeros_like(self.row_sum)
+    def add(self, scores: Tensor, q_scale: Tensor, scales: list[tuple], groups: list[slice], v8: Tensor) -> None:
+        """Take one key block: scores (N, M, n), and of every group of its columns that share scales, (k_scale, v_log2,
+        v_inverse), each (N, 1)."""
+        factors = [q_scale * k_scale for k_scale, _, _ in scales]  # (N, M) each
+        tops = [
+            _rounded_up(scores[..., group].amax(-1), factor, v_log2)
+            for group, factor, (_, v_log2, _) in zip(groups, factors, scales, strict=True)
+        ]
+        reference = torch.stack(tops).amax(0).maximum(self.highest - FALL)
+        factor = torch.exp2(torch.fmax(self.reference - reference, torch.tensor(-127.0)))
+        shrink = _shrink(reference)
+        # A row without a key: all its P are 0.
+        base = torch.where(reference == -math.inf, 0.0, reference * shrink - TOP)
+        total = self.row_sum * factor
         p = torch.empty_like(scores)
-        for g, group in enumerate(groups):
-            one = slice(g, g + 1)
-            p[..., group] = torch.exp2(_scaled(scores[..., group], mult[..., one], offset[..., one], anchor))
-            total += p[..., group].sum(-1) * torch.exp2(-log_v[..., g])
-        self.row_sum = self.row_sum * factor + total
+        for group, mult, (_, v_log2, v_inverse) in zip(groups, factors, scales, strict=True):
+            offset = (base - v_log2)[..., None]
+            p[..., group] = torch.exp2(_fused(scores[..., group], (mult * shrink)[..., None], offset))
+            total += p[..., group].sum(-1) * v_inverse
+        self.row_sum = total
         self.o = self.o * factor[..., None] + torch.bmm(cast(p).float(), v8)
         self.highest = torch.maximum(self.highest, reference)
         self.reference = reference
@@ -158,8 +142,7 @@ def _tile(x: _Operands, rows: range, end: int, shift: int | None, tile_n: int) -
     tile = slice(rows.start, rows.stop)
     ratio = x.q.shape[1]
     q = x.q[:, :, tile].flatten(1, 2)  # (N, M = ratio rows, D)
-    row_scale = x.row_scale[:, :, tile].flatten(1, 2)[..., None]
-    log_v = x.log_v_before(end)
+    q_scale = x.q_scale[:, :, tile].flatten(1, 2)
     state = _Rows.create(q, x.v.shape[-1])
     for left in reversed(range(0, end, tile_n)):
         right = min(left + tile_n, end)
@@ -170,23 +153,28 @@ def _tile(x: _Operands, rows: range, end: int, shift: int | None, tile_n: int) -
             scores = scores.masked_fill(keys > last_seen[:, None], -math.inf)
         blocks = range(left // BLOCK, -(-right // BLOCK))
         columns = [slice(max(left, b * BLOCK) - left, min(right, (b + 1) * BLOCK) - left) for b in blocks]
-        part = slice(blocks.start, blocks.stop)
-        mult = (row_scale * x.k_scale[:, None, part]).clamp_min(SMALLEST_SCALE)  # 0 would make NaN of a masked score
-        state.add(scores, mult, log_v[:, part], columns, x.v[:, left:right])
+        scales = [(x.k_scale[:, b, None], x.v_log2[:, b, None], x.v_inverse[:, b, None]) for b in blocks]
+        state.add(scores, q_scale, scales, columns, x.v[:, left:right])
     is_empty = state.row_sum == 0
     row_sum = torch.where(is_empty, 1.0, state.row_sum)
-    lse = math.log(2) * (state.anchor + ((state.reference - P_EXPONENT) + torch.log2(row_sum)))
-    o = state.o / row_sum[..., None]
+    lse = math.log(2) * ((state.reference - TOP) + torch.log2(row_sum))
+    o = state.o * torch.where(is_empty, 0.0, x.v_max[:, None] / row_sum)[..., None]
     return o.unflatten(1, (ratio, -1)), torch.where(is_empty, -math.inf, lse).unflatten(1, (ratio, -1))
 
 
-def _scaled(scores: Tensor, mult: Tensor, offset: Tensor, anchor: Tensor) -> Tensor:
-    """scores * mult - offset as one fused multiply-add; relative to the anchor where there is one.
+def _shrink(reference: Tensor) -> Tensor:
+    """1, or the power of two that brings a reference below 2^SPAN_LOG2: beyond, float32 is too coarse for e."""
+    exponent = torch.frexp(reference.nan_to_num(0.0, 0.0, 0.0)).exponent
+    return torch.exp2((SPAN_LOG2 - exponent).clamp_max(0).float())
 
-    NOTE: with an anchor the product is rounded before the anchor is taken away, so that a row's largest score gives
-    exactly 0; fused, the rounding of the anchor itself would be left, which for huge scores is not small.
-    """
-    fused = (scores.double() * mult.double()).sub_(offset).float()
-    if not (anchor != 0).any():
-        return fused
-    return torch.where(anchor == 0, fused, (scores * mult - anchor) - offset)
+
+def _fused(scores: Tensor, factor: Tensor, offset: Tensor) -> Tensor:
+    """scores * factor - offset, rounded once."""
+    return (scores.double() * factor.double()).sub_(offset).float()
+
+
+def _rounded_up(scores: Tensor, factor: Tensor, addend: Tensor) -> Tensor:
+    """scores * factor + addend, rounded once, up."""
+    exact = scores.double() * factor.double() + addend.double()
+    nearest = exact.float()
+    return torch.where(nearest.double() < exact, nearest.nextafter(torch.tensor(math.inf)), nearest)

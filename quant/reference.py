@@ -59,15 +59,17 @@ def quantize_qkv(
     rotate: bool = True,
     seed: int = 0,
     rotary: Rotary | None = None,
-    q_rows: int = BLOCK,
+    q_rows: int = 1,
+    fit: bool = True,
     v_channel: bool = False,
     granularity: Granularity = PER_BLOCK,
 ) -> QuantizedQKV:
     """Q (B, Sq, H, D), K (B, Sk, Hkv, D) and V (B, Sk, Hkv, Dv) in E4M3.
 
     Q and K: rotary embedding, then the rotation by random signs of `seed`, then scale and cast, in float32 all the way.
-    q_rows: rows of Q that share a scale, 64 or 1. v_channel: V is divided by a scale per channel before its block
-    scales are taken. granularity: PER_TENSOR or PER_HEAD for coarser scales, which are then repeated per block.
+    q_rows: rows of Q that share a scale, 64 or 1. fit: the scales of rotated Q and K are moved by cast.fit. v_channel:
+    V is divided by a scale per channel before its block scales are taken. granularity: PER_TENSOR or PER_HEAD for
+    coarser scales, which are never fitted and then repeated per block.
     """
     if q_rows not in (1, BLOCK):
         raise ValueError(f"q_rows is {q_rows}; allowed: 1 and {BLOCK}")
@@ -79,8 +81,9 @@ def quantize_qkv(
     if v_channel:
         v_channel_scale = cast.scale_of(v, PER_CHANNEL)
         v = cast.divide(v, v_channel_scale, PER_CHANNEL)
-    q8, q_scale = _quantize(q, Granularity("block", q_rows) if granularity == PER_BLOCK else granularity)
-    k8, k_scale = _quantize(k, granularity)
+    fitted = fit and rotate and granularity == PER_BLOCK
+    q8, q_scale = _quantize(q, Granularity("block", q_rows) if granularity == PER_BLOCK else granularity, fitted)
+    k8, k_scale = _quantize(k, granularity, fitted)
     v8, v_scale = _quantize(v, granularity)
     packed = cast.pack_v(v8)
     done = QuantizedQKV(q8, k8, packed, q_scale, k_scale, v_scale, v_channel_scale, seqlen_k, dtype, rotate)
@@ -135,9 +138,9 @@ def _turn(x: Tensor, offset: int, rotary: Rotary | None, rotate: bool, seed: int
     return hadamard.rotate(x.float(), hadamard.random_signs(x.shape[-1], seed)) if rotate else x
 
 
-def _quantize(x: Tensor, granularity: Granularity) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, granularity: Granularity, fitted: bool = False) -> tuple[Tensor, Tensor]:
     """The codes, contiguous, and scales per block or row; coarser scales are repeated by views."""
-    codes, scale = cast.quantize(x, granularity)
+    codes, scale = cast.quantize(x, granularity, fitted)
     if granularity.kind == "tensor":
         scale = scale.expand(x.shape[0], x.shape[2])
     return codes.contiguous(), scale if granularity.kind == "block" else _per_block(scale, x.shape[1])

@@ -60,7 +60,7 @@ def view(placed: Tensor, t: torch.Tensor, sizes: int, strides: int) -> np.ndarra
 
 
 def forward(spec, config, q, k, v, scale, *, num_sms=4, scales=None, v_channel=None, seed=None, edit=lambda ptx: ptx):
-    """out, lse of the kernel. v as the kernel takes it; scales (q_scale, kv, head, q_rows) of FP8; edit changes the
+    """out, lse of the kernel. v as the kernel takes it; scales (q_scale, kv, v_max, q_rows) of FP8; edit changes the
     kernel before it runs; seed draws the order of its warps.
     """
     memory = Memory()
@@ -71,9 +71,9 @@ def forward(spec, config, q, k, v, scale, *, num_sms=4, scales=None, v_channel=N
     maps = tensor_maps(memory, spec, config, q, k, v, out)
     params = [BLANK] * 8 + [view(memory.place(lse), lse, 3, 2)]
     if scales is not None:
-        q_scale, kv, head, q_rows = scales
+        q_scale, kv, v_max, q_rows = scales
         params += [view(memory.place(q_scale), q_scale, 3, 3), view(memory.place(kv), kv, 3, 2)]
-        params += [view(memory.place(head), head, 2, 3), words(q_rows)]
+        params += [view(memory.place(v_max), v_max, 2, 2), words(q_rows)]
     if v_channel is not None:
         params.append(view(memory.place(v_channel), v_channel, 3, 3))
     if config.dynamic:

@@ -75,7 +75,7 @@ class Cta:
         with np.errstate(all="ignore"):
             while running:
                 if draw is not None:
-                    draw.shuffle(running)  # type: ignore[arg-type]
+                    draw.shuffle(running)
                 before = self.progress(running)
                 left = [warp for warp in running if not warp.run()]
                 stuck = len(left) == len(running) and before == self.progress(running)

@@ -119,29 +119,41 @@ class TestCompile:
 
     def test_no_two_kernels_are_described_alike(self):
         from fa3.heuristics import all_configs
+        from fa3.kernels.forward.config import TILES
         from fa3.precompile import describe
+        from fa3.quant.listing import all_kernels
 
-        everything = list(all_configs())
+        everything = [*all_configs(), *all_kernels(TILES)]
         assert len({describe(*kernel) for kernel in everything}) == len(everything)
 
     def test_selects_by_what_a_call_has(self):
         from fa3.heuristics import all_configs
+        from fa3.kernels.forward.config import FP8, TILES
+        from fa3.kernels.quantize.config import PackSpec
         from fa3.precompile import select
+        from fa3.quant.listing import all_kernels
 
         everything = list(all_configs())
-        assert list(select()) == everything
+        assert list(select()) == [*everything, *all_kernels(TILES)]
+        fp8 = list(select(FP8, 80, 112))
+        assert {s.dtype_o for s, _ in fp8 if hasattr(s, "dtype_o")} == {"bfloat16", "float16"}
+        made = {(s.head_dim, s.head_dim_v) for s, _ in fp8 if not isinstance(s, PackSpec)}
+        assert made == {(128, 128), (80, 112)} and PackSpec(112) in {s for s, _ in fp8}
+        assert {s.dtype for s, _ in select(None, 72)} == {"bfloat16", "float16"}  # no multiple of 16
         chosen = list(select("float16", 80, None, True))
         assert chosen and all(
             (s.dtype, s.head_dim, s.head_dim_v, s.causal) == ("float16", 96, 96, True) for s, _ in chosen
         )
         assert list(select("float16", 80, None, False)) != chosen
-        assert {(s.head_dim, s.head_dim_v) for s, _ in select(None, 192, 128)} == {(192, 128)}
-        halves = [*select(causal=True), *select(causal=False)]
-        assert sorted(map(repr, halves)) == sorted(map(repr, everything))
+        assert {(s.head_dim, s.head_dim_v) for s, _ in select("float16", 192, 128)} == {(192, 128)}
+        halves = {*select(causal=True), *select(causal=False)}
+        assert halves == {*everything, *all_kernels(TILES)}
 
     def test_unserved_head_dim_is_one_sentence(self):
         status, _, err = fa3("compile", "--head-dim", "512")
         assert status == 1 and "512" in err and err.count("\n") == 0
+        status, _, err = fa3("compile", "--head-dim", "72", "--dtype", "float8_e4m3fn")
+        assert status == 1 and "72" in err and "multiples of 16" in err
 
     def test_fills_an_empty_cache_then_finds_it(self):
         from fa3.kernels import compile as kernels
@@ -224,11 +236,17 @@ class TestCheck:
     def test_passes_with_few_examples(self):
         status, out, _ = fa3("check", "--examples", "2", "--device", "cpu")
         assert status == 0, out
-        assert "14 of 14 properties hold; 2 examples each" in out and "NO" not in out
+        from fa3.testing import fp8, properties
+
+        number = len(properties.PROPERTIES) + len(fp8.PROPERTIES)
+        assert f"{number} of {number} properties hold; 2 examples each" in out and "NO" not in out
+        assert "Properties of FP8 on cpu" in out and "v_descale" in out
 
     def test_a_wrong_attention_fails(self, monkeypatch):
         import fa3 as package
+        from fa3.testing import fp8
 
+        monkeypatch.setattr(fp8, "PROPERTIES", ())
         right = package.flash_attn_func
         monkeypatch.setattr(
             package,
@@ -238,3 +256,17 @@ class TestCheck:
         status, out, _ = fa3("check", "--examples", "2", "--device", "cpu")
         assert status == 1, out
         assert "error (max error <= 2x" in out and "fails for Case(" in out
+
+    def test_a_wrong_fp8_attention_fails(self, monkeypatch):
+        import fa3 as package
+        from fa3.testing import fp8, properties
+
+        right = package.flash_attn_quantized_func
+        monkeypatch.setattr(
+            package, "flash_attn_quantized_func", lambda *args, **named: tuple(-x for x in right(*args, **named))
+        )
+        monkeypatch.setattr(properties, "PROPERTIES", ())
+        monkeypatch.setattr(fp8, "PROPERTIES", tuple(p for p in fp8.PROPERTIES if p.name in ("error", "scales")))
+        status, out, _ = fa3("check", "--examples", "2", "--device", "cpu")
+        assert status == 1, out
+        assert "1 of 2 properties hold" in out and "error (" in out and "fails for Case(" in out

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa3.heuristics import DTYPES, all_configs, config_for
-from fa3.kernels.forward.config import SHARED_BYTES, TILES, Config, Spec, tile_for
+from fa3.heuristics import ACCUMULATIONS, DTYPES, all_configs, config_for
+from fa3.kernels.forward.config import FP8, SHARED_BYTES, TILES, Config, Spec, tile_for
 
 REGISTERS = 65536  # of an SM, for the one CTA that runs on it
 sizes = st.integers(1, 20000)
@@ -19,15 +19,23 @@ def test_config_fits_the_chip(spec, config):
     assert 128 * (producer + config.warpgroups * consumer) <= REGISTERS
     assert producer % 8 == consumer % 8 == 0 and 24 <= producer and consumer <= 256
     assert config.tile_n % 16 == 0 and config.tile_n <= 256  # steps of PV; the N of one WGMMA
-    # Accumulators of S and O and P as an operand, in 32-bit registers, with room for the rest of the loop.
-    assert config.tile_n // 2 + spec.head_dim_v // 2 + config.tile_n // 4 <= consumer - 30
+    assert config.tile_n % spec.step == 0
+    # Accumulators of S, O and a fresh one, P as an operand, in 32-bit registers, with room for the rest of the loop.
+    fresh = (config.chunk or spec.head_dim_v) // 2 if config.promotion else 0
+    p = config.tile_n // 8 * spec.element_bytes
+    assert config.tile_n // 2 + spec.head_dim_v // 2 + fresh + p <= consumer - 30
 
 
 def test_all_configs_are_distinct_and_cover_every_tile():
     pairs = list(all_configs())
     assert len(set(pairs)) == len(pairs)
-    kinds = {(s.dtype, s.head_dim, s.head_dim_v, s.causal) for s, _ in pairs}
-    assert kinds == {(d, *t, c) for d in DTYPES for t in TILES for c in (False, True)}
+    kinds = {(s.dtype, s.dtype_o, s.head_dim, s.head_dim_v, s.causal) for s, _ in pairs}
+    dtypes = [(d, "") for d in DTYPES] + [(FP8, d) for d in DTYPES]
+    assert kinds == {(*d, *t, c) for d in dtypes for t in TILES for c in (False, True)}
+    assert not any(s.v_channel_scale for s, _ in pairs)
+    assert {c.promotion for s, c in pairs if s.is_fp8} == {0, 1} and all(
+        not c.promotion for s, c in pairs if not s.is_fp8
+    )
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from(TILES), st.booleans(), sizes, sizes, heads, sizes, sizes)
@@ -44,6 +52,35 @@ def test_tile_holds_both_head_dims_and_none_smaller_does(head_dim, head_dim_v):
     for other in TILES:
         if head_dim <= other[0] and head_dim_v <= other[1]:
             assert tile[0] * tile[1] <= other[0] * other[1]
+
+
+@given(
+    st.sampled_from(ACCUMULATIONS), st.sampled_from(DTYPES), st.sampled_from(TILES), st.booleans(),
+    sizes, sizes, heads, sizes, sizes,
+)  # fmt: skip
+def test_config_for_fp8_returns_what_all_configs_lists(
+    accumulation, dtype_o, tile, causal, seqlen_q, seqlen_k, heads, batch, num_sms
+):
+    spec = Spec(FP8, *tile, causal, dtype_o)
+    config = config_for(spec, seqlen_q, seqlen_k, heads, batch, num_sms, accumulation)
+    assert (spec, config) in set(all_configs())
+    assert config.promotion == (accumulation == "accurate")
+    assert not config.chunk or spec.head_dim_v % config.chunk == 0
+
+
+def test_known_choices_of_fp8():
+    def choice(tile, causal, seqlen, accumulation="accurate"):
+        return config_for(Spec(FP8, *tile, causal, "bfloat16"), seqlen, seqlen, 16, 8, 132, accumulation)
+
+    dynamic = {"persistent": True, "dynamic": True}
+    assert ACCUMULATIONS[0] == "accurate"
+    assert choice((128, 128), False, 4096) == Config(2, 128, promotion=1, **dynamic)
+    assert choice((128, 128), True, 4096) == Config(2, 128, promotion=1, persistent=True)  # the others spill
+    assert choice((64, 64), True, 4096) == Config(3, 96, promotion=1, **dynamic)
+    assert choice((64, 64), True, 512) == Config(2, 128, promotion=1, persistent=True)
+    assert choice((256, 256), False, 4096) == Config(2, 64, promotion=1, chunk=64, **dynamic)
+    assert choice((256, 256), False, 4096, "fast") == Config(2, 128, **dynamic)
+    assert choice((128, 128), False, 64) == Config(2, 128, promotion=1)
 
 
 def test_known_choices():
@@ -81,4 +118,4 @@ def test_o_fits_in_its_place(spec, config):
     """A warpgroup's 64 rows of O in its own Q tile, or in a V stage of its own."""
     place = config.o_place(spec)
     assert place != "q" or spec.head_dim_v <= spec.head_dim
-    assert place != "v" or (64 <= config.tile_n and config.warpgroups <= config.stages)
+    assert place != "v" or (64 * 2 <= config.tile_n * spec.element_bytes and config.warpgroups <= config.stages)

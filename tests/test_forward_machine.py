@@ -87,7 +87,7 @@ def fp8_inputs(batch, seqlen_q, seqlen_k, heads_kv, ratio, head_dim):
 def run_fp8(x, config, causal, **others):
     p = prepare(x)
     spec = spec_of(FP8, x.q.shape[3], x.head_dim_v, causal, "bfloat16")
-    scales = (p.q_scale, p.kv, p.head, p.q_rows)
+    scales = (p.q_scale, p.kv, p.v_max, p.q_rows)
     return forward(spec, config, x.q, x.k, x.v, x.q.shape[3] ** -0.5, scales=scales, **others)
 
 

@@ -37,6 +37,21 @@ def test_import_is_light():
     assert run(f"import sys, fa3; fa3.__version__; dir(fa3); print([m for m in {heavy} if m in sys.modules])") == "[]"
 
 
+def test_names_of_quant_come_lazily_and_its_folder_is_no_package_of_its_own():
+    program = """
+import sys, fa3
+print(fa3.quant.__file__, "torch" in sys.modules, "quantize_qkv" in dir(fa3.quant))
+from fa3.quant import QuantizedQKV, quantize_qkv, cast
+print(quantize_qkv is fa3.quant.quantize_qkv is fa3.quant.interface.quantize_qkv, cast.__name__, QuantizedQKV.__name__)
+try:
+    fa3.quant.quantise
+except AttributeError as error:
+    print("quantize_qkv" in str(error))
+"""
+    assert run(program).splitlines() == ["None False True", "True fa3.quant.cast QuantizedQKV", "True"]
+    assert run("import fa3.quant.formats; print(fa3.quant.quantize_qkv.__name__)") == "quantize_qkv"
+
+
 def test_the_first_use_imports_torch_but_neither_compiler_nor_context():
     program = """
 import sys, fa3

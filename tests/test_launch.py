@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa3 import launch
+from fa3 import launch, tma
 from fa3.device import ASSUMED, HOPPER, chip, named
 from fa3.kernels.forward.config import Config, Spec
 from fa3.testing.inputs import LAYOUTS, Case, make
@@ -206,12 +206,12 @@ def test_any_strides_reach_the_kernel_in_a_form_that_it_takes(data):
     strides = (*(data.draw(st.sampled_from([0, 1, 8, 9, 16, 24, 65, 128])) for _ in range(3)), 1)
     offset = data.draw(st.sampled_from([0, 1, 4, 8]))
     tensor = torch.arange(1024, dtype=torch.float16).as_strided(shape, strides, offset)
-    fitted = launch.fitted(tensor)
+    fitted = tma.fitted(tensor)
     assert takeable(fitted) and torch.equal(fitted, tensor)
     aligned = tensor.data_ptr() % 16 == 0
     fits = aligned and all(stride % 8 == 0 for size, stride in zip(shape, strides, strict=True) if 1 < size < 8)
     assert (fitted.data_ptr() == tensor.data_ptr()) == fits
-    assert (launch.why_copied(tensor, tensor.data_ptr()) == "") == fits
+    assert (tma.why_copied(tensor, tensor.data_ptr()) == "") == fits
 
 
 def test_another_chip_is_refused_before_anything_is_loaded(recorder, monkeypatch):

@@ -29,7 +29,8 @@ LAYERS = {
     "bench": ["fa3", "fa3.reference", "fa3.testing", "fa3.quant", "fa3.kernels", "fa3.kernels.forward"],
     "tests": ["*"],
 }
-BENCH_TESTS = {"tests.test_bench"}  # what is measured with is tested too; everything else shares through fa3.testing
+# What is measured with is tested too; everything else shares through fa3.testing.
+BENCH_TESTS = {"tests.test_bench", "tests.test_bench_fp8"}
 COMMANDS = {"fa3.demo", "fa3.check"}  # these show what fa3.testing measures
 
 

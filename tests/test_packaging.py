@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NEEDED = {"fa3/kernels/forward/config.py", "fa3/data/minilm_qkv.npz", "fa3/py.typed", "fa3/__main__.py"}
+NEEDED = {
+    "fa3/kernels/forward/config.py",
+    "fa3/data/minilm_qkv.npz",
+    "fa3/py.typed",
+    "fa3/__main__.py",
+    "fa3/quant/__init__.pyi",
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +68,11 @@ def test_installed_wheel_finds_its_kernels_and_data(checkout, tmp_path):
         f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import fa3; "
         "from fa3.kernels.forward.config import Spec, tile_for; "
         "from fa3.demo import recorded; "
-        "print(fa3.__file__, tile_for(80, 80), recorded()[0].q.shape)"
+        "print(fa3.__file__, tile_for(80, 80), recorded()[0].q.shape, fa3.quant.quantize_qkv.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split(" ", 1)[0].startswith(str(tmp_path / "site"))
-    assert "(96, 96)" in done.stdout and "(1, 512, 6, 32)" in done.stdout
+    assert "(96, 96)" in done.stdout and "(1, 512, 6, 32)" in done.stdout and "fa3.quant.interface" in done.stdout
 
 
 def test_demo_data_is_small():

@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from fa3.quant import hadamard
-from fa3.quant.cast import SMALLEST_SCALE, cast, dequantize, divide, pack_v, quantize, scale_of, spread, unpack_v
+from fa3.quant.cast import (
+    FIT_MAX,
+    SMALLEST_SCALE,
+    cast,
+    dequantize,
+    divide,
+    pack_v,
+    quantize,
+    scale_of,
+    spread,
+    unpack_v,
+)
 from fa3.quant.formats import (
     BLOCK,
     E4M3,
@@ -20,6 +31,7 @@ from fa3.quant.formats import (
     Granularity,
     QuantizedQKV,
 )
+from fa3.quant.prepare import SMALLEST, prepare
 from fa3.quant.reference import Rotary, dequantize_qkv, from_descales, quantize_qkv
 
 GRANULARITIES = (PER_TENSOR, PER_HEAD, PER_BLOCK, PER_ROW, PER_CHANNEL, Granularity("block", 48))
@@ -134,6 +146,47 @@ def test_division_is_exact_and_not_by_a_reciprocal():
     assert not torch.equal(x * (1 / scale), want)  # the difference would show
 
 
+@pytest.mark.parametrize("rows", [1, 64])
+def test_fitted_scales_keep_the_length_of_rows(rows):
+    """Along itself a row is what it was; in a block of many that holds of their sum, weighted by length^4."""
+    x, granularity = normal(2, 130, 3, 128), Granularity("block", rows)
+    x[:, ::7] *= 3
+    (codes, plain), (same_codes, scale) = (quantize(x, granularity, fitted) for fitted in (False, True))
+    assert torch.equal(codes.float(), same_codes.float()) and scale.is_contiguous()
+    assert 1e-4 < (scale / plain - 1).abs().max() <= FIT_MAX
+    off = []
+    for one in (scale, plain):
+        along = (dequantize(codes, one, granularity, torch.float64) * x.double()).sum(-1) / x.double().square().sum(-1)
+        weighted = (along - 1) * x.double().square().sum(-1) ** 3
+        off.append(torch.stack([part.sum(1) / part.abs().sum(1) for part in weighted.split(rows, 1)]).abs())
+    if rows == 1:  # the share of a single row is 1 either way: its size is what counts
+        along = (dequantize(codes, scale, granularity, torch.float64) * x.double()).sum(-1)
+        torch.testing.assert_close(along, x.double().square().sum(-1), rtol=1e-6, atol=0)
+    else:
+        assert off[0].max() < 1e-4 < 1e-2 < off[1].max()
+    twice = quantize(4 * x, granularity, True)
+    assert torch.equal(twice[1], 4 * scale) and torch.equal(twice[0].float(), codes.float())
+
+
+def test_fitted_scales_of_zeros_denormals_and_nan():
+    x = torch.zeros(1, 320, 1, 8)
+    x[0, 64:128] = normal(64, 1, 8) * 1e-42
+    x[0, 130, 0, 3], x[0, 192:256] = math.nan, 5.0
+    x[0, 256:] = 2.0**-126  # with codes that are nearly 0 by a scale that is larger than the largest / 448
+    scale = quantize(x, PER_BLOCK, True)[1][0, 0]
+    assert scale[0] == 0 and scale[1] >= SMALLEST_SCALE and torch.isnan(scale[2])
+    assert scale[3] == torch.tensor(5.0) / 448 and scale[4] >= SMALLEST_SCALE
+
+
+def test_what_is_fitted():
+    q, k, v = normal(1, 130, 2, 64), normal(1, 200, 1, 64), normal(1, 200, 1, 64)
+    for options, fits in (({}, True), ({"q_rows": 1}, True), ({"rotate": False}, False),
+                          ({"granularity": PER_HEAD}, False)):  # fmt: skip
+        x, plain = quantize_qkv(q, k, v, **options), quantize_qkv(q, k, v, **options, fit=False)
+        assert torch.equal(x.q_scale, plain.q_scale) != fits and torch.equal(x.k_scale, plain.k_scale) != fits
+        assert torch.equal(x.v_scale, plain.v_scale) and torch.equal(x.k.float(), plain.k.float())
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 2, 8), (1, 0, 2, 8), (1, 5, 0, 8)])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_empty_tensors(shape, granularity):
@@ -235,7 +288,7 @@ def test_quantize_qkv_is_rotary_then_rotation_then_scales(rotate, q_rows, rotary
     q, k, v = (normal(2, s, h, 64, seed=s, dtype=torch.bfloat16) for s, h in ((70, 4), (150, 2), (150, 2)))
     angles = torch.arange(200)[:, None] * 0.7 ** torch.arange(max(1, rotary_dim // 2))
     rotary = Rotary(angles.cos(), angles.sin(), interleaved, q_offset=80) if rotary_dim else None
-    x = quantize_qkv(q, k, v, rotate=rotate, seed=5, rotary=rotary, q_rows=q_rows)
+    x = quantize_qkv(q, k, v, rotate=rotate, seed=5, rotary=rotary, q_rows=q_rows, fit=False)
     assert (x.rotated, x.dtype, x.seqlen_k, x.q_rows, x.v_channel_scale) == (rotate, torch.bfloat16, 150, q_rows, None)
     parts = zip((q, k, v), dequantize_qkv(x), (x.q_scale, x.k_scale, x.v_scale), (q_rows, 64, 64), (80, 0, 0))
     for which, (tensor, back, scale, rows, offset) in enumerate(parts):
@@ -282,6 +335,72 @@ def test_empty_problems_are_quantised():
         q, k = torch.zeros(batch, seqlen_q, 2, 16), torch.zeros(batch, seqlen_k, 1, 16)
         x = quantize_qkv(q, k, k)
         assert [t.shape for t in dequantize_qkv(x)] == [q.shape, k.shape, k.shape]
+
+
+# What the forward is given of the scales
+
+
+def record(k_scale, v_scale, heads=4, dim=16, **changes) -> QuantizedQKV:
+    """Of one batch, 130 keys, with scales (Hkv, 3) of K and V."""
+    k_scale, v_scale = (torch.tensor(scale)[None] for scale in (k_scale, v_scale))
+    q, k = cast(normal(1, 70, heads, dim)), cast(normal(1, 130, k_scale.shape[1], dim))
+    return QuantizedQKV(q, k, pack_v(k), scale_of(normal(1, 70, heads, dim)), k_scale, v_scale, None, 130,
+                        torch.bfloat16, **changes)  # fmt: skip
+
+
+def test_prepared_scales():
+    x = record([[1.0, 0.25, 0.5], [3.0, 3.0, 3.0]], [[1.0, 4.0, 0.5], [6.0, 3.0, 1.5]])
+    x.validate()
+    found = prepare(x)
+    assert (
+        found.q_scale is x.q_scale and found.q_rows == 64 and found.kv.is_contiguous() and found.v_max.is_contiguous()
+    )
+    assert found.kv[0, 0].tolist() == [[1, -2, 4, 0], [0.25, 0, 1, 0], [0.5, -3, 8, 0]]
+    assert found.kv[0, 1].tolist() == [[3, 0, 1, 0], [3, -1, 2, 0], [3, -2, 4, 0]]
+    assert found.v_max[0].tolist() == [4, 6]
+    assert prepare(replace(x, q_scale=torch.ones(1, 4, 70))).q_rows == 1
+
+
+def test_prepared_scales_of_zeros():
+    x = record([[0.0, 2.0, 0.0], [0.0] * 3], [[0.0, 4.0, 1.0], [0.0] * 3])
+    found = prepare(x)
+    assert found.kv[0, 0, :, 0].tolist() == [SMALLEST, 2, SMALLEST] and (found.kv[0, 1, :, 0] == SMALLEST).all()
+    assert found.kv[0, 0, :, 1].tolist() == [-2, 0, -2] and (found.kv[0, 1, :, 1] == 0).all()
+    assert found.v_max[0].tolist() == [4, 0]
+    assert torch.isfinite(found.kv).all()
+    nothing = prepare(quantize_qkv(normal(1, 5, 2, 16), normal(1, 0, 1, 16), normal(1, 0, 1, 16)))
+    assert nothing.kv.shape == (1, 1, 0, 4) and nothing.v_max[0].tolist() == [0]
+
+
+def test_prepared_scales_that_differ_by_more_than_float32_takes():
+    found = prepare(record([[1e-30, 1.0, 1.0]], [[1e-30, 1e30, 1.0]])).kv
+    assert torch.isfinite(found).all() and found[0, 0, 0, :3].tolist() == [SMALLEST, -64, 2.0**64]
+
+
+def test_nan_stays_with_its_block():
+    x = record([[1.0, math.nan, 2.0], [1.0] * 3], [[math.nan, 4.0, 0.0], [math.nan] * 3])
+    found = prepare(x)
+    assert found.kv[0, 0, :, 0].isnan().tolist() == [False, True, False]
+    assert (
+        found.kv[0, :, :, 1].isnan().tolist()
+        == found.kv[0, :, :, 2].isnan().tolist()
+        == [[True, False, False], [True] * 3]
+    )
+    assert found.kv[0, 0, 1:, 1].tolist() == [0, 0] and found.v_max[0].tolist() == [4, 0]
+
+
+def test_prepared_scales_of_descales():
+    """Stride 0 in, contiguous out; a number times V's scale moves v_max alone; nothing is read on the host."""
+    q, k = cast(normal(2, 70, 4, 16)), cast(normal(2, 130, 2, 16))
+    one = torch.tensor([[0.3, 0.5], [0.7, 1.1]])
+    x, twice = (from_descales(q, k, k, one, one, by * one) for by in (1, 2))
+    assert x.k_scale.stride(-1) == 0
+    found, moved = prepare(x), prepare(twice)
+    assert found.kv.is_contiguous() and torch.equal(found.kv, moved.kv) and (found.kv[..., 1] == 0).all()
+    assert torch.equal(found.kv[..., 0], x.k_scale) and torch.equal(found.q_scale, x.q_scale)
+    assert torch.equal(found.v_max, one) and torch.equal(moved.v_max, 2 * one)
+    on_no_device = {name: value.to("meta") for name, value in vars(x).items() if isinstance(value, torch.Tensor)}
+    assert prepare(replace(x, **on_no_device)).kv.shape == (2, 2, 3, 4)
 
 
 # Errors

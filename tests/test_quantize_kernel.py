@@ -5,6 +5,7 @@ Compiles run in processes of their own, two at a time; under xdist every worker 
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ import torch
 
 from fa3.kernels import compile, sass
 from fa3.kernels.forward.config import SHARED_BYTES
-from fa3.kernels.quantize import config, hadamard, scale, v
+from fa3.kernels.quantize import config, hadamard, qk, scale, v
 from fa3.kernels.quantize.config import KEYS, THREADS, Config, PackSpec, Rotary, Spec, config_for
-from fa3.quant import formats
+from fa3.quant import cast, formats
 from fa3.quant import hadamard as reference
 
 REGISTER_FILE = 65536  # 32-bit registers of an SM
@@ -75,7 +76,10 @@ def test_every_kernel(account, case):
     assert packed == 4 * groups + 16 * -(-v_dim(spec) // 64), "two values an instruction"
     products = 2 * groups * (3 if spec.rotary else 1) if spec.rotate else 0
     assert found.count("HMMA") == products
-    assert found.count("SHFL") <= 2 * groups + 2 * (spec.q_rows == 1), "the rotation needs no shuffles"
+    sums = 2 * (2 + 3) * spec.rotate  # two values over a row's lanes, then over a warp's rows
+    assert found.count("SHFL") <= 2 * groups + 2 * (spec.q_rows == 1) + sums, "the rotation needs no shuffles"
+    unpacked = found.count("F2FP.F16.E4M3.UNPACK_B")
+    assert 4 * groups * spec.rotate <= unpacked <= 5 * groups * spec.rotate, "codes are read once, but for a few"
 
 
 def v_dim(spec) -> int:
@@ -218,6 +222,44 @@ def test_hadamard_transform(head_dim):
             found[ROW, columns(group) + i] = values[group][i] * weights[group]
     want = rows[:, :head_dim] @ reference.matrix(head_dim, torch.ones(head_dim)).numpy()
     np.testing.assert_allclose(found[:, :head_dim], want, rtol=0, atol=1e-10)
+
+
+# The fitted scale: the kernel's own sums with the CTA's threads as the entries of arrays.
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_fitted_scale(monkeypatch, by_row):
+    thread = np.arange(THREADS)
+    rows = torch.randn(1, config.BLOCK, 1, 64, generator=torch.Generator().manual_seed(0))
+    rows[:, 3], rows[:, 50:] = 5 * rows[:, 3], 0  # one that is longer, some that are beyond the end
+    granularity = formats.PER_ROW if by_row else formats.PER_BLOCK
+    want_codes, want = cast.quantize(rows, granularity, True)
+    plain = cast.scale_of(rows, granularity)[0, 0].numpy()[thread // 4 if by_row else 0 * thread]
+    quotients = cast.divide(rows, torch.from_numpy(plain[::4])[None, None], formats.PER_ROW)
+    y, near = (x[0, :, 0].numpy() for x in (quotients, want_codes.float()))
+
+    def chunk(x, group):  # of every thread
+        first = hadamard.COLUMNS * group + 8 * (thread % 4)
+        return [x[thread // 4, first + i] for i in range(8)]
+
+    monkeypatch.setattr(qk, "unpack_e4m3", lambda word: word)
+    monkeypatch.setattr(qk.cute.arch, "shuffle_sync_bfly", lambda x, distance: x[thread ^ distance])
+    monkeypatch.setattr(qk.cute, "make_tensor", lambda *_: None)
+    monkeypatch.setattr(qk, "sums_of_warps", lambda _, values, __: [x[::32].sum() for x in values])
+    for name, function in (("rcp_approx", lambda x: 1 / x), ("fmax", lambda a, b, nan=False: np.maximum(a, b)),
+                           ("fmin", np.minimum)):  # fmt: skip
+        monkeypatch.setattr(scale.cute.arch, name, function)
+    length = along = np.float32(0.0)
+    for values, codes_of in ((chunk(y, g), chunk(near, g)) for g in range(2)):
+        length, along = qk._length_and_along(values, [codes_of[:4], codes_of[4:]], length, along)
+    length, along = qk._over_lanes([length, along], (1, 2))
+    if by_row:
+        found = scale.fitted(plain, length, along)
+    else:
+        shared = SimpleNamespace(iterator=0)
+        found = qk.RowBlock(None, None, None, shared, thread, None, None).fitted_to_block(plain, length, along)
+    np.testing.assert_allclose(found, want[0, 0].numpy()[thread // 4 if by_row else 0 * thread], rtol=1e-6)
+    assert (np.abs(found[plain > 0] / plain[plain > 0] - 1) > 1e-5).mean() > 0.9
 
 
 # V: who holds which key, where shared memory has it, who stores it.

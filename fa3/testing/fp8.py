@@ -15,10 +15,10 @@ import torch
 from fa3.quant import hadamard
 from fa3.quant.cast import cast, pack_v, scale_of, unpack_v
 from fa3.quant.formats import BLOCK, E4M3, PER_TENSOR, QuantizedQKV
-from fa3.quant.reference import quantize_qkv
+from fa3.quant.reference import dequantize_qkv, quantize_qkv
 from fa3.reference_fp8 import fp8_attention
 from fa3.testing import inputs
-from fa3.testing.fp8_bound import Bound, largest, predicted_rmse, stored
+from fa3.testing.fp8_bound import Bound, largest, per_query_head, predicted_rmse, stored, weights
 from fa3.testing.inputs import Inputs
 from fa3.testing.properties import LONGEST, Measured, Property, Record, check, differing
 from fa3.testing.tolerance import UNIT, exact, lse_error, rmse
@@ -164,7 +164,7 @@ def unbiased(subject: Subject, case: Case) -> Measured:
     x[:, ::BLOCK, :, 0] = E4M3.max  # scales of 1
     x = x.to(getattr(torch, case.dtype)).to(subject.device)
     worst = 0.0
-    for s in stored(subject.quantize(x, x, x, rotate=False)):
+    for s in stored(subject.quantize(x, x, x, rotate=False, q_rows=BLOCK)):
         up = int((s.codes.float().abs() > x.float().abs()).sum())
         both = differing(s.codes.float(), x.float())
         worst = max(worst, abs(up - both / 2) / (0.5 * math.sqrt(both)))
@@ -279,6 +279,25 @@ def _against_the_inputs(subject: Subject, case: Case, constant: float) -> Measur
     key_eps = 2 * UNIT[case.dtype] if constant else 0.0  # adding to K in 16 bits rounds it
     predicted = predicted_rmse(done, case.softmax_scale, case.causal, key_eps)
     return Measured(rmse(_run(subject, case, done)[0], want) / max(predicted, 1e-300), FIRST_ORDER_ROOM)
+
+
+def huge_scores(subject: Subject, case: Case) -> Measured:
+    """Q and K of a million: one key takes a row, and where it does so clearly, the row of O is that key's value."""
+    case = replace(case, dtype="bfloat16", spread=1e6, spread_v=1.0, pattern="none")
+    x = _quantized(subject, case)
+    out, lse_ = _run(subject, case, x)
+    if not torch.isfinite(out).all():
+        return Measured(math.inf, 1)
+    q, k, v = dequantize_qkv(x)
+    _, lse = exact(q, k, v, case.softmax_scale, case.causal)
+    top = weights(q, k, lse, case.softmax_scale, case.causal).max(-1)
+    winner = top.indices[..., None].expand(*top.indices.shape, case.head_dim_v)
+    value = per_query_head(v, case.ratio).gather(2, winner).transpose(1, 2)
+    # Within 2^-18 of their size two scores are as good as equal: the tensor core and the kernel's FP32 say so.
+    cooler = weights(q, k, lse * 2.0**-18, case.softmax_scale * 2.0**-18, case.causal)
+    is_clear = ((cooler.amax(-1) > (1 - 1e-6) * cooler.sum(-1)) & torch.isfinite(lse_)).transpose(1, 2)[..., None]
+    limit = (E4M3.half_step + subject.sum_eps + UNIT["bfloat16"]) * value.abs() + 1e-4
+    return Measured(largest(torch.where(is_clear, out.double() - value, 0.0) / limit), 1)
 
 
 def ones(subject: Subject, case: Case) -> Measured:
@@ -421,6 +440,9 @@ PROPERTIES = (
     _property("lse", "LSE is that of the same tensors in float64", SHARE, lse),
     _property("from_the_inputs", "the RMSE from the inputs is what the steps predict", RATIO, from_the_inputs),
     _property("shift", "adding a vector to all keys changes nothing beyond that", RATIO, shift),
+    _property(
+        "huge_scores", "Q and K of a million: finite, and the key with the largest score wins", SHARE, huge_scores
+    ),
     _property("ones", "V = 1 gives O = 1 but for the rounding of P", "difference", ones),
     _property("permutation", "the order of whole blocks of keys does not matter", SHARE, permutation),
     _property("future", "causal: later codes leave earlier rows as they are, bit by bit", BITS, future),

@@ -1,12 +1,13 @@
 """How wrong FP8 attention may be: derived from the steps of the quantisation.
 
-Against float64 attention to the same quantised tensors (`Bound`):
+Against float64 attention to the same quantised tensors, their scores shrunk as the forward shrinks what passes float32
+(`Bound`):
 
 - P is e <= 2^8 in E4M3. Rounding e is an error of up to 2^-4 e, or of 2^-10 where e is below the normal numbers. One
   unit of e is 2^-8 of the largest p * v_scale of its key block, so that with M, the largest of the row,
   |error| <= 2^-4 sum p |v| + 2^-18 M sum |v8|.
-- Scores are off by up to score_eps * scale * |q| |k|, O by sum_eps * sum p |v| (sums, log2(v_scale) in steps, exp2),
-  and O is rounded to its type.
+- Scores are off by up to score_eps * scale * |q| |k|, O by sum_eps * sum p |v| (sums, log2(v_scale), exp2), and O is
+  rounded to its type.
 - Roundings of different keys are independent and uniform within +-2^-4 e: the mean square error of an element is at
   most (2^-4)^2 / 3 * sum p^2 v^2. The root of its mean over all elements is what the RMSE is compared with.
 

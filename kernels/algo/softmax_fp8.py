@@ -22,6 +22,20 @@ SCALE_ROWS = 64  # keys that share a scale
 TOP = 8.0  # e is 2^TOP at most: E4M3 ends at 448
 FALL = 32.0  # log2: how far the reference may fall; O and the row sum, which grow by as much, stay in FP32's range
 SMALLEST = 2.0**-60  # stands for a scale of 0, which would make NaN of a masked score
+SPAN_LOG2 = 23  # scores of this magnitude and more, base 2, are shrunk: see shrink_of
+EXPONENT, BIAS, MANTISSA_BITS = 0x7F800000, 127, 23  # of a float
+
+
+def shrink_of(R: Float32) -> Float32:
+    """1, or the power of two that brings R below 2^SPAN_LOG2.
+
+    Beyond, R is rounded so coarsely that e could pass E4M3's largest. Shrunk by a power of two, the difference of a
+    score to R stays exact to FP32 and the largest score of a row and block still gives 2^TOP. Softmax among scores that
+    differ by less than 2^-22 of their size gets flatter; the accumulator of an FP8 product resolves 2^-14.
+    """
+    limit = (BIAS + SPAN_LOG2 - 1) << MANTISSA_BITS
+    exponent = cutlass.max(R.bitcast(Int32) & EXPONENT, Int32(limit))
+    return (Int32(limit + (BIAS << MANTISSA_BITS) - 2**32) - exponent).bitcast(Float32)
 
 
 class Scales(NamedTuple):
@@ -29,7 +43,7 @@ class Scales(NamedTuple):
 
     mQ: cute.Tensor  # (b, h, ceil(sq / q_rows)) float32
     mKV: cute.Tensor  # (b, h_kv, ceil(sk / 64), 4) float32: k_scale, log2(v_scale / v_max), v_max / v_scale, nothing
-    mHead: cute.Tensor  # (b, h_kv, 2) float32: the largest that scale_log2 * q_scale may be, and v_max
+    mVMax: cute.Tensor  # (b, h_kv) float32: the largest scale of V in a head
     q_rows: Int32  # rows of Q that share a scale
 
 
@@ -85,16 +99,17 @@ class BlockScaledSoftmax(NamedTuple):
         """With the scales of a work tile; this thread's rows are row and row + 8."""
         s = self.scales
         keys = KeyScales(s.mKV[tile.batch, head_kv, None, None], self.tile_n)
-        largest, v_max = s.mHead[tile.batch, head_kv, 0], s.mHead[tile.batch, head_kv, 1]
-        return self._replace(keys=keys, v_max=v_max, rows=(s.mQ[tile.batch, tile.head, None], row, largest))
+        rows = (s.mQ[tile.batch, tile.head, None], row)
+        return self._replace(keys=keys, v_max=s.mVMax[tile.batch, head_kv], rows=rows)
 
     def begin_tile(self):
         """The scales of this thread's rows."""
-        mQ, row, largest = self.rows
+        mQ, row = self.rows
         for r in range(ROWS):
             i = cutlass.min(cutlass.max(row + 8 * r, 0) // self.scales.q_rows, mQ.shape[0] - 1)
-            q_scale = cute.arch.fmax(self.scale_log2 * mQ[i], Float32(SMALLEST))
-            self.q_scale[r] = cute.arch.fmin(q_scale, largest)
+            q_scale = self.scale_log2 * mQ[i]
+            # NOTE: the difference keeps a NaN, which fmax drops.
+            self.q_scale[r] = cute.arch.fmax(q_scale, Float32(SMALLEST)) + (q_scale - q_scale)
 
     def reset(self):
         self.reference.fill(-Float32.inf)
@@ -119,15 +134,16 @@ class BlockScaledSoftmax(NamedTuple):
         self.factor[r] = cute.math.exp2(cute.arch.fmax(self.reference[r] - R, Float32(-127.0)), fastmath=True)
         self.highest[r] = cute.arch.fmax(self.highest[r], R)
         self.reference[r] = R
-        base = R - TOP
+        shrink = shrink_of(R)
+        base = R * shrink - TOP
         if check_inf:  # a row without a key so far: exp2(-inf - 0) = 0, not NaN
             base = cutlass.select_(R == -Float32.inf, Float32(0.0), base)
         total = self.row_sum[r] * self.factor[r]
         for g, (_, v_log2, v_inverse) in enumerate(scales):
-            offset = base - v_log2
+            offset, scale = base - v_log2, factors[g] * shrink
             sums = [Float32(0.0), Float32(0.0)]
             for c in range(g * width, (g + 1) * width):
-                e = cute.math.exp2(S[r, c] * factors[g] - offset, fastmath=True)
+                e = cute.math.exp2(S[r, c] * scale - offset, fastmath=True)
                 S[r, c] = e
                 sums[c % 2] = sums[c % 2] + e
             total = total + (sums[0] + sums[1]) * v_inverse

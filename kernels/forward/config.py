@@ -78,7 +78,9 @@ class Config:
         """
         if not self.persistent and not spec.is_fp8:
             return "q"
-        return "own" if self._shared_bytes(spec) + self._o_bytes(spec) <= SHARED_BYTES else "v"
+        has_room = self._shared_bytes(spec) + self._o_bytes(spec) <= SHARED_BYTES
+        fits_in_v = OUT_BYTES * 64 <= spec.element_bytes * self.tile_n  # a warpgroup's rows in a stage
+        return "own" if has_room or not fits_in_v else "v"
 
     def shared_bytes(self, spec: Spec) -> int:
         """Dynamic shared memory of a CTA."""

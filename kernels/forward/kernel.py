@@ -356,7 +356,7 @@ def signature(spec: Spec, config: Config) -> tuple:
     lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), lse_strides, assumed_align=4)
     kv_strides = (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 4, 1)
     kv_scales = make_fake_tensor(Float32, (batch, heads_kv, cute.sym_int(), 4), kv_strides, assumed_align=16)
-    scales = Scales(floats(batch, heads, cute.sym_int()), kv_scales, floats(batch, heads_kv, 2), Int32(1))
+    scales = Scales(floats(batch, heads, cute.sym_int()), kv_scales, floats(batch, heads_kv), Int32(1))
     v_channel = floats(batch, heads_kv, head_dim_v) if spec.v_channel_scale else None
     tickets = make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if config.dynamic else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)

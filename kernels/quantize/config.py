@@ -12,6 +12,7 @@ GROUP = 16  # keys inside which packed V is permuted
 KEYS = 2 * BLOCK  # of V that one CTA packs: 128 bytes of a row of the packed tensor
 WARPS = 8  # of a CTA
 THREADS = 32 * WARPS
+WARP_WORDS = 3  # in which warps leave each other a maximum and two sums
 LANES = 4  # that share a row of Q or K
 CHUNK = 8  # values of a 16-bit type that one load of 16 bytes brings
 SM_BYTES, RESERVED_BYTES = 233472, 1024  # shared memory of an SM of sm_90, and what the system takes of it a CTA
@@ -41,11 +42,6 @@ class Spec:
     rotary: Rotary | None = None
     q_rows: Literal[1, 64] = 64  # rows of Q that share a scale
 
-    @property
-    def fits(self) -> bool:
-        """Whether the scales of Q's rows are fitted to what their codes became: see scale.fitted."""
-        return self.rotate and self.q_rows == 1
-
 
 @dataclass(frozen=True)
 class PackSpec:
@@ -65,8 +61,8 @@ class Config:
         return min(255, 65536 // (THREADS * self.ctas) // 8 * 8)
 
     def shared_bytes(self, spec: Spec | PackSpec) -> int:
-        """Dynamic shared memory of a CTA: the packed tile of V and one maximum a warp."""
-        return KEYS * spec.head_dim_v + 4 * WARPS
+        """Dynamic shared memory of a CTA: the packed tile of V and, of every warp, a maximum and two sums."""
+        return KEYS * spec.head_dim_v + 4 * WARP_WORDS * WARPS
 
     def carveout(self, spec: Spec | PackSpec) -> int:
         """Percent of an SM's memory that is shared memory: what its CTAs need. The rest caches."""

@@ -15,7 +15,7 @@ from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from . import qk, v
-from .config import BLOCK, GROUP, KEYS, THREADS, WARPS, Config, Rotary, Spec
+from .config import BLOCK, GROUP, KEYS, THREADS, WARP_WORDS, WARPS, Config, Rotary, Spec
 from .rotary import Tables
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
@@ -111,12 +111,12 @@ class Quantize:
         spec = self.spec
         smem = cutlass.memory.SmemAllocator()
         sV = smem.allocate_tensor(Int32, cute.make_layout(KEYS // 4 * spec.head_dim_v), byte_alignment=16)
-        sMax = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
+        sWarps = smem.allocate_tensor(Int32, cute.make_layout(WARP_WORDS * WARPS), byte_alignment=16)
         thread, _, _ = cute.arch.thread_idx()
         item, _, _ = cute.arch.block_idx()
         first_k, first_q = values.order.count, values.order.count + k.order.count
         if item < first_k:
-            v.KeyTile(values.place(item), sV, sMax, thread, spec.head_dim_v, self.dtype).quantize()
+            v.KeyTile(values.place(item), sV, sWarps, thread, spec.head_dim_v, self.dtype).quantize()
         else:
             place = qk.Place.empty()
             if item < first_q:
@@ -127,7 +127,7 @@ class Quantize:
             tables = None
             if cutlass.const_expr(spec.rotary is not None):
                 tables = Tables(mCos.iterator.toint(), mSin.iterator.toint(), spec.rotary, self.dtype)
-            qk.RowBlock(place, signs, tables, sMax, thread, self.dtype, spec).run()
+            qk.RowBlock(place, signs, tables, sWarps, thread, self.dtype, spec).run()
 
 
 def signature(spec: Spec, config: Config) -> tuple:

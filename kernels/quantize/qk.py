@@ -18,7 +18,7 @@ from .address import words_at
 from .config import BLOCK, CHUNK, LANES, WARPS, Spec
 from .hadamard import COLUMNS, is_negative, normalisers, sizes, transform
 from .rotary import Tables
-from .scale import division, factor, fitted, largest, largest_of_warps, scale_of
+from .scale import division, factor, fitted, largest, largest_of_warps, scale_of, sums_of_warps
 
 PAIRS = CHUNK // 2  # 32-bit words of a chunk of 16-bit values
 ONES = {cutlass.BFloat16: 0x3F803F80, cutlass.Float16: 0x3C003C00}
@@ -47,7 +47,7 @@ class RowBlock(NamedTuple):
     place: Place
     signs: Int64  # address of (head_dim) +-1 in the inputs' type
     tables: Tables | None  # of the rotary embedding
-    sMax: cute.Tensor  # (warps) bits of each warp's largest magnitude
+    sWarps: cute.Tensor  # (WARP_WORDS * warps): bits of each warp's largest magnitude; its two sums
     thread: Int32
     dtype: type
     spec: Spec
@@ -76,42 +76,38 @@ class RowBlock(NamedTuple):
         if self.spec.rotate:
             values, weights = self.rotated(words), normalisers(self.spec.head_dim)
             scale = self.scale(_largest_weighted(values, weights))
-            turn = factor(scale)
-            values = [[x * (turn * weight) for x in group] for group, weight in zip(values, weights, strict=True)]
+            turn, packed, length, along = factor(scale), [], Float32(0.0), Float32(0.0)
+            for group, weight in zip(values, weights, strict=True):
+                group = [x * (turn * weight) for x in group]
+                packed.append(_packed(group))
+                length, along = _length_and_along(group, packed[-1], length, along)
+            scale = self.fitted(scale, *_over_lanes([length, along], (1, 2)))
         else:
             values = [self.embedded(words, g) for g in range(self.groups)]
             scale = self.scale(largest([x for group in values for x in group]))
             divide = division(scale)
-            values = [[divide(x) for x in group] for group in values]
-        if self.spec.fits:
-            self.store(self.fit(values, scale))
-        else:
-            self.store_scale(scale)
-            self.store([_packed(x) for x in values])
+            packed = [_packed([divide(x) for x in group]) for group in values]
+        self.store_scale(scale)
+        self.store(packed)
 
     @cute.jit
-    def fit(self, values: list, scale: Float32) -> list:
-        """The packed words of values, by group. On the way the scale is stored, a row's own after it was fitted."""
-        packed = cute.make_rmem_tensor((2, self.groups), Int32)
-        if self.place.by_row:
-            length, along = Float32(0.0), Float32(0.0)
-            for g in cutlass.range_constexpr(self.groups):
-                words = _packed(values[g])
-                near = [*unpack_e4m3(words[0]), *unpack_e4m3(words[1])]
-                for i in cutlass.range_constexpr(CHUNK):
-                    length = length + values[g][i] * values[g][i]
-                    along = along + values[g][i] * near[i]
-                packed[0, g], packed[1, g] = words[0], words[1]
-            for bit in cutlass.range_constexpr(2):
-                length = length + cute.arch.shuffle_sync_bfly(length, 1 << bit)
-                along = along + cute.arch.shuffle_sync_bfly(along, 1 << bit)
-            scale = fitted(scale, length, along)
+    def fitted(self, scale: Float32, length: Float32, along: Float32) -> Float32:
+        """The scale after its rows became codes: of a row its own, of a block that of its longest rows."""
+        if cutlass.const_expr(self.spec.q_rows == 1):
+            if self.place.by_row:
+                scale = fitted(scale, length, along)
+            else:
+                scale = self.fitted_to_block(scale, length, along)
         else:
-            for g in cutlass.range_constexpr(self.groups):
-                words = _packed(values[g])
-                packed[0, g], packed[1, g] = words[0], words[1]
-        self.store_scale(scale)
-        return [[packed[0, g], packed[1, g]] for g in range(self.groups)]
+            scale = self.fitted_to_block(scale, length, along)
+        return scale
+
+    def fitted_to_block(self, scale: Float32, length: Float32, along: Float32) -> Float32:
+        """length, along: of the thread's row, each of which counts by its length squared."""
+        weight = length * length
+        sums = _over_lanes([weight * length, weight * along], (4, 8, 16))
+        sums = sums_of_warps(cute.make_tensor(self.sWarps.iterator + WARPS, 2 * WARPS), sums, self.thread)
+        return fitted(scale, *sums)
 
     @cute.jit
     def load(self) -> cute.Tensor:
@@ -178,9 +174,9 @@ class RowBlock(NamedTuple):
                 for bit in cutlass.range_constexpr(2):
                     magnitude = cutlass.max(magnitude, cute.arch.shuffle_sync_bfly(magnitude, 1 << bit))
             else:
-                magnitude = largest_of_warps(self.sMax, magnitude, self.thread, WARPS)
+                magnitude = largest_of_warps(self.sWarps, magnitude, self.thread, WARPS)
         else:
-            magnitude = largest_of_warps(self.sMax, magnitude, self.thread, WARPS)
+            magnitude = largest_of_warps(self.sWarps, magnitude, self.thread, WARPS)
         return scale_of(from_bits(magnitude))
 
     @cute.jit
@@ -232,6 +228,19 @@ def split(x: list) -> list:
         x = [value - near for value, near in zip(x, rounded, strict=True)]
         pieces.append(pairs)
     return pieces
+
+
+def _length_and_along(values: list, words: list, length: Float32, along: Float32) -> tuple[Float32, Float32]:
+    """length and along with a chunk's |y|^2 and y . c, of values y and packed codes c."""
+    for y, near in zip(values, [*unpack_e4m3(words[0]), *unpack_e4m3(words[1])], strict=True):
+        length, along = length + y * y, along + y * near
+    return length, along
+
+
+def _over_lanes(values: list, distances: tuple) -> list:
+    for distance in distances:
+        values = [x + cute.arch.shuffle_sync_bfly(x, distance) for x in values]
+    return values
 
 
 def _packed(x: list) -> list:

@@ -1,7 +1,7 @@
 """From a block's largest magnitude to its scale, and values divided by it.
 
 scale = absmax / 448, rounded to nearest, at least 2^-126; 0 for a block of zeros, NaN for one with Inf or NaN. Of
-rotated rows that have scales of their own it is moved after the cast: see `fitted`.
+rotated rows it is moved after the cast: see `fitted`.
 """
 
 from typing import NamedTuple
@@ -11,11 +11,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..prims.fp8 import absmax_pairs, bits, from_bits, fused, magnitude, product, unpack
+from .config import WARPS
 
 E4M3_MAX = 448.0
 E4M3_MAX_INVERSE = 0.002232142857142857  # rounded to fp32 by the compiler
 SMALLEST = 2.0**-126
-FIT_MAX = 1 / 16  # the half step of e4m3: what rounding may change of a row's length, as a share
+FIT_MAX = 1 / 16  # the half step of e4m3: what rounding may change of a length, as a share
 EXPONENT = 0x7F800000
 
 
@@ -35,8 +36,7 @@ def scale_of(absmax: Float32) -> Float32:
 
 
 def fitted(scale: Float32, length: Float32, along: Float32) -> Float32:
-    """The scale of a row whose values y (over the scale) were rounded to codes c, with length = |y|^2, along = y . c:
-    scale * c has the row's own length in the row's direction. 0 and NaN stay."""
+    """scale * length / along: of a row with values y over the scale and codes c, |y|^2 and y . c. 0 and NaN stay."""
     ratio = length * cute.arch.rcp_approx(cute.arch.fmax(along, SMALLEST))
     ratio = cute.arch.fmin(cute.arch.fmax(ratio, 1 - FIT_MAX), 1 + FIT_MAX)
     return cute.arch.fmax(scale * ratio, cute.arch.fmin(scale, SMALLEST), nan=True)
@@ -107,7 +107,7 @@ def largest_of_pairs(words: list, dtype) -> Int32:
 
 @cute.jit
 def largest_of_warps(sMax: cute.Tensor, magnitude: Int32, thread: Int32, warps: cutlass.Constexpr[int]) -> Int32:
-    """The largest of the `warps` warps that stand together, of which the caller's is one. sMax has one word a warp.
+    """The largest of the `warps` warps that stand together, of which the caller's is one. sMax: a word a warp, or more.
 
     NOTE: of bits, because integers order magnitudes as floats do, with NaN above Inf, and REDUX takes integers.
     """
@@ -119,3 +119,26 @@ def largest_of_warps(sMax: cute.Tensor, magnitude: Int32, thread: Int32, warps: 
     for i in cutlass.range_constexpr(warps):
         found = cutlass.max(found, sMax[warp // warps * warps + i])
     return found
+
+
+def sums_of_warps(sSums: cute.Tensor, values: list, thread: Int32) -> list:
+    """Sums over the CTA's warps of values that all lanes of a warp have; sSums has a word a value and warp.
+
+    NOTE: in other words than `largest_of_warps` uses, which a slower warp may still be reading.
+    """
+    _leave(sSums, values, thread)
+    sums = []
+    for i in range(len(values)):
+        found = [from_bits(sSums[i * WARPS + warp]) for warp in range(WARPS)]
+        while len(found) > 1:
+            found = [a + b for a, b in zip(found[::2], found[1::2])]
+        sums += found
+    return sums
+
+
+@cute.jit
+def _leave(sSums: cute.Tensor, values: list, thread: Int32):
+    if thread % 32 == 0:
+        for i in cutlass.range_constexpr(len(values)):
+            sSums[i * WARPS + thread // 32] = bits(values[i])
+    cute.arch.sync_threads()

@@ -5,9 +5,11 @@ The results are checked on the CPU, so that the attention kernel is nearly all t
 
 import torch
 
-from fa3 import flash_attn_func
+from fa3 import flash_attn_fp8_func, flash_attn_func
+from fa3.quant.reference import quantize_qkv
+from fa3.testing.fp8_bound import predicted_rmse
 from fa3.testing.inputs import Case, Inputs, make
-from fa3.testing.tolerance import expected
+from fa3.testing.tolerance import exact, expected, rmse
 
 CASES = (
     Case("bfloat16", 1, 130, 200, 2, 2, 64, 64, True, layout="padded"),
@@ -20,17 +22,32 @@ CASES = (
     Case("float16", 4, 200, 130, 6, 4, 256, 256, False),
     Case("bfloat16", 4, 130, 130, 70, 1, 256, 256, True),  # a dynamic grid
 )
+FP8_CASES = (  # quantised and attended to
+    Case("bfloat16", 1, 300, 129, 2, 2, 128, 128, True, layout="padded"),  # queries without a key
+    Case("float16", 4, 130, 190, 35, 2, 256, 256, False),  # a dynamic grid, O in chunks
+)
+FP8_ROOM = 2.0  # over the RMSE that the steps of the quantisation predict
 
 
 def main() -> None:
+    for case in FP8_CASES:
+        x = make(case, "cpu")
+        out = flash_attn_fp8_func(*on_gpu(x), causal=case.causal)
+        predicted = predicted_rmse(quantize_qkv(*x), case.softmax_scale, case.causal)
+        error = rmse(out.cpu(), exact(*x, None, case.causal)[0])
+        assert error <= FP8_ROOM * predicted, f"{case}: {error} where {predicted} is predicted"
+        print("ok", case, flush=True)
     for case in CASES:
         x = make(case, "cpu")
-        on_gpu = Inputs(*(t.new_empty(0, device="cuda").set_(*moved(t)) for t in x))
-        out, lse = flash_attn_func(*on_gpu, causal=case.causal, return_lse=True)
+        out, lse = flash_attn_func(*on_gpu(x), causal=case.causal, return_lse=True)
         want = expected(*x, None, case.causal)
         want.assert_out(out.cpu(), str(case))
         want.assert_lse(lse.cpu(), str(case))
         print("ok", case, flush=True)
+
+
+def on_gpu(x: Inputs) -> Inputs:
+    return Inputs(*(t.new_empty(0, device="cuda").set_(*moved(t)) for t in x))
 
 
 def moved(t: torch.Tensor) -> tuple:

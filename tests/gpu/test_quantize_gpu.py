@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fa3.quant import cast, reference
-from fa3.quant.formats import E4M3, QuantizedQKV
+from fa3.quant.formats import BLOCK, E4M3, Granularity, QuantizedQKV
 from fa3.quant.interface import pack_v, quantize_qkv
 
 pytestmark = pytest.mark.gpu
@@ -89,17 +89,24 @@ def assert_equal(got: QuantizedQKV, want: QuantizedQKV, fields=CODES + SCALES, w
 
 
 def assert_close(got: QuantizedQKV, want: QuantizedQKV, what="") -> None:
-    """Rotated Q and K: sums in another order. V: the same bits."""
+    """Rotated Q and K: sums in another order. V: the same bits.
+
+    A code that falls on the other side of a tie moves the fitted scale of its rows, by less than two percent.
+    """
     assert_equal(got, want, ("v", "v_scale"), what)
-    for name in ("q_scale", "k_scale"):
-        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=0, msg=f"{what}: {name}")
-    for name in ("q", "k"):
+    for name, rows in (("q", want.q_rows), ("k", BLOCK)):
         a, b = getattr(got, name), getattr(want, name)
         assert torch.isfinite(a.float()).all(), f"{what}: {name} is not finite"
         difference = steps(a, b)
         # Where a sum cancels to almost nothing its last bits are anybody's: a step of the smallest numbers.
         assert difference.max() <= 1, f"{what}: {name} is {int(difference.max())} steps off"
         assert (difference > 0).float().mean() < 1e-3, f"{what}: {name} differs too often"
+        moved = cast.spread(getattr(got, name + "_scale"), a.shape, Granularity("block", rows))
+        fixed = cast.spread(getattr(want, name + "_scale"), a.shape, Granularity("block", rows))
+        tied = [(part > 0).any(3).any(1) for part in difference.split(rows, 1)]  # (B, H) of every block
+        limit = torch.where(torch.stack(tied, -1), 2e-2, 1e-5)
+        limit = cast.spread(limit, a.shape, Granularity("block", rows)) * fixed
+        assert ((moved - fixed).abs() <= limit).all(), f"{what}: {name}_scale"
 
 
 def rotary_tables(positions, dim, dtype=torch.float32):
