@@ -109,6 +109,20 @@ def test_fp8_is_the_emulation_to_rounding(case):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=2e-5)
 
 
+def test_huge_fp8_scores():
+    """Beyond 2^23, base 2: the largest of a row wins, LSE is its score, nothing is NaN; in both signs."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, n, 2, 64, generator=generator) for n in (64, 200, 200))
+    q[:, :, 1], k[:, :, 1] = q[:, :, 1].abs(), -k[:, :, 1].abs()
+    x = quantize_qkv((q * 2.0**30).bfloat16(), k.bfloat16(), v.bfloat16(), rotate=False)
+    out, lse = run_fp8(x, Config(2, 128, promotion=1), False)
+    want, want_lse = fp8_attention(x, tile_m=128, tile_n=128)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=0)
+    assert want_lse.abs().min() > 2.0**28
+    exact, _ = dequantized_attention(x)
+    assert ((out.double() - exact).abs() <= 2.0**-4 * exact.abs().amax()).all(-1).double().mean() > 0.95
+
+
 @pytest.mark.parametrize("name", ["lookahead", "interleaved"])
 def test_the_order_of_the_warps_changes_no_bit(name):
     *sizes, causal, config = EIGHT_BIT[name]
