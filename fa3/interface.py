@@ -76,7 +76,7 @@ def flash_attn_func(
         causal: query i sees key j where j <= i + seqlen_k - seqlen_q (bottom-right), else all keys.
         q_descale, k_descale, v_descale: of FP8 only: (batch, heads_kv) in float32, any strides, None for 1: what q (all
             query heads of a KV head), k and v are multiplied with. `flash_attn_fp8_func` takes 16-bit tensors and is
-            more accurate: its scales are per 64 rows.
+            more accurate: its scales are per row of q and per 64 rows of k and v.
         qv, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin: not supported yet: must hold their
             defaults (pack_gqa may be False).
         deterministic: the forward always is.
@@ -199,8 +199,9 @@ def flash_attn_fp8_func(
 ) -> Any:  # Tensor, or (Tensor, Tensor)
     """Attention in FP8 on 16-bit tensors: quantise, attend. FlashAttention-3 (arXiv:2407.08608), section 3.3.
 
-    Q and K are rotated by a random orthogonal matrix, which changes no score and spreads outliers; Q, K and V get a
-    scale per 64 rows. To quantise once and attend many times: `fa3.quant.quantize_qkv`, `flash_attn_quantized_func`.
+    Q and K are rotated by a random orthogonal matrix, which changes no score and spreads outliers; Q gets a scale
+    per row, K and V per 64 rows. To quantise once and attend many times: `fa3.quant.quantize_qkv`,
+    `flash_attn_quantized_func`.
 
     Args:
         q, k, v: as in `flash_attn_func`, bfloat16 or float16, head dims multiples of 16.

@@ -18,6 +18,7 @@ from fa3 import launch_fp8
 from fa3.device import chip
 from fa3.heuristics import config_of
 from fa3.kernels.compile import load
+from fa3.launch_fp8 import PLANS_MAX, REFUSALS
 from fa3.problem import (
     FP8,
     MAX_SCALE,
@@ -30,9 +31,6 @@ from fa3.problem import (
 )
 from fa3.reference import LOG2_E, SMALLEST_SCALE
 from fa3.tma import fitted
-
-REFUSALS = (ValueError, TypeError)  # what the compiled function raises before it launches
-PLANS_MAX = 4096  # forgotten all together, so that ever new lengths do not fill the memory
 
 
 class Plan(NamedTuple):

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .formats import BLOCK, QuantizedQKV
+from .formats import QuantizedQKV
 from .ops import pack_op, quantize_op  # registers torch.ops.fa3.quantize_qkv and pack_v
+from .reference import with_descales
 
 
 def quantize_qkv(
@@ -23,7 +24,8 @@ def quantize_qkv(
     rotary_q_offset: int = 0,
     q_rows: int = 1,
 ) -> QuantizedQKV:
-    """Q (B, Sq, H, D), K (B, Sk, Hkv, D) and V (B, Sk, Hkv, Dv) of one 16-bit type in E4M3, a scale per 64 rows.
+    """Q (B, Sq, H, D), K (B, Sk, Hkv, D) and V (B, Sk, Hkv, Dv) of one 16-bit type in E4M3, a scale per row of Q
+    and per 64 rows of K and V.
 
     rotate: Q and K are multiplied with the random orthogonal matrix of `seed`. rotary_cos, rotary_sin (positions,
     rotary_dim / 2), float32 or of q's type: rotary embedding before that, key j at position j, query i at
@@ -70,18 +72,11 @@ def from_descales(
     """
     checks.check_codes(q=q, k=k, v=v)
     checks.check_alike(q, k, v)
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    batch, _, heads_kv, _ = k.shape
     scales = []
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if scale is None:
             scale = torch.ones((), dtype=torch.float32, device=q.device).expand(batch, heads_kv)
         checks.check_descale(name, scale, (batch, heads_kv), q.device)
         scales.append(scale)
-    q_scale = _per_block(scales[0].repeat_interleave(heads // heads_kv, 1), seqlen_q)
-    k_scale, v_scale = (_per_block(scale, seqlen_k) for scale in scales[1:])
-    return QuantizedQKV(q, k, pack_v(v), q_scale, k_scale, v_scale, None, seqlen_k, dtype)
-
-
-def _per_block(scale: Tensor, seqlen: int) -> Tensor:
-    """(B, H) as (B, H, ceil(seqlen / 64)) of stride 0."""
-    return scale[..., None].expand(*scale.shape, -(-seqlen // BLOCK))
+    return with_descales(q, k, pack_v(v), scales, dtype)

@@ -114,12 +114,17 @@ def from_descales(
         if scale.dtype != torch.float32 or tuple(scale.shape) != per_head:
             raise ValueError(f"{name} is {scale.dtype} {tuple(scale.shape)}; allowed: torch.float32 {per_head}")
         scales.append(scale)
+    done = with_descales(q, k, cast.pack_v(v), scales, dtype)
+    done.validate()
+    return done
+
+
+def with_descales(q: Tensor, k: Tensor, packed: Tensor, scales: list[Tensor], dtype: torch.dtype) -> QuantizedQKV:
+    """The record of E4M3 q, k and packed V with q_descale, k_descale and v_descale (B, Hkv) that were checked."""
     ratio = q.shape[2] // max(1, k.shape[2])
     q_scale = _per_block(scales[0].repeat_interleave(ratio, 1), q.shape[1])
     k_scale, v_scale = (_per_block(scale, k.shape[1]) for scale in scales[1:])
-    done = QuantizedQKV(q, k, cast.pack_v(v), q_scale, k_scale, v_scale, None, k.shape[1], dtype)
-    done.validate()
-    return done
+    return QuantizedQKV(q, k, packed, q_scale, k_scale, v_scale, None, k.shape[1], dtype)
 
 
 def dequantize_qkv(x: QuantizedQKV, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,6 @@ kernel's place and CPU tensors in the GPU's.
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from fa3.kernels.forward.config import FP8, Config, Spec
 from fa3.quant import QuantizedQKV, from_descales, quantize_qkv
 from fa3.quant.prepare import prepare
 from fa3.testing.inputs import Case, make
+from tests.launch_recorder import Recorder
 
 E4M3 = torch.float8_e4m3fn
 QUANTIZE, PACK = torch.ops.fa3.quantize_qkv.default, torch.ops.fa3.pack_v.default
@@ -176,50 +176,9 @@ def test_export():
 # Launch
 
 
-class Call(NamedTuple):
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    scales: tuple
-    v_channel: torch.Tensor | None
-    tickets: torch.Tensor | None
-    scale_log2: float
-    num_sms: int
-
-
-class Recorder:
-    def __init__(self):
-        self.loaded: list[tuple[Spec, Config]] = []
-        self.calls: list[Call] = []
-
-    def load(self, spec, config):
-        self.loaded.append((spec, config))
-
-        def run(*arguments):
-            call = Call(*arguments)
-            if not all(takeable(x) and x.dtype == E4M3 for x in call[:3]):
-                raise ValueError("as the compiled function does")
-            self.calls.append(call)
-
-        return run
-
-
-def takeable(x):
-    return x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.stride()[:-1])
-
-
 @pytest.fixture
 def recorder(monkeypatch):
-    """A CPU tensor's device index is -1: that is the current device here."""
-    found = Recorder()
-    for module in (launch, launch_fp8):
-        monkeypatch.setattr(module, "load", found.load)
-        monkeypatch.setattr(module, "chip", lambda index: ASSUMED)
-        monkeypatch.setattr(module, "current_device", lambda: -1)
-        monkeypatch.setattr(module, "_plans", {})
-    return found
+    return Recorder().replace(monkeypatch, launch, launch_fp8)
 
 
 def test_what_the_kernel_is_called_with(recorder):

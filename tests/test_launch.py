@@ -3,7 +3,6 @@
 import math
 import statistics
 import time
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,61 +13,18 @@ from fa3 import launch, tma
 from fa3.device import ASSUMED, HOPPER, chip, named
 from fa3.kernels.forward.config import Config, Spec
 from fa3.testing.inputs import LAYOUTS, Case, make
+from tests.launch_recorder import Recorder, takeable
 
 HOST_US = 60.0  # the Python part alone takes 15; the rest is for slow and busy hosts
 
 
-class Call(NamedTuple):
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    scales: tuple | None
-    v_channel: torch.Tensor | None
-    tickets: torch.Tensor | None
-    scale_log2: float
-    num_sms: int
-
-
-class Recorder:
-    """Stands for kernels.compile: what was loaded, and what the loaded kernel was called with."""
-
-    def __init__(self):
-        self.loaded: list[tuple[Spec, Config]] = []
-        self.calls: list[Call] = []
-
-    def load(self, spec, config):
-        self.loaded.append((spec, config))
-
-        def run(*arguments):
-            call = Call(*arguments)
-            if not all(takeable(tensor) and tensor.dtype == call.q.dtype for tensor in call[:3]):
-                raise ValueError("as the compiled function does")
-            self.calls.append(call)
-
-        return run
-
-
 @pytest.fixture
 def recorder(monkeypatch):
-    """A CPU tensor's device index is -1: that is the current device here."""
-    found = Recorder()
-    monkeypatch.setattr(launch, "load", found.load)
-    monkeypatch.setattr(launch, "chip", lambda index: ASSUMED)
-    monkeypatch.setattr(launch, "current_device", lambda: -1)
-    monkeypatch.setattr(launch, "_plans", {})
-    return found
+    return Recorder().replace(monkeypatch, launch)
 
 
 def storage(tensor):
     return tensor.untyped_storage().data_ptr()
-
-
-def takeable(tensor):
-    """The contract of the kernel."""
-    strides = tensor.stride()
-    return tensor.data_ptr() % 16 == 0 and strides[-1] == 1 and all(stride % 8 == 0 for stride in strides[:-1])
 
 
 def test_what_the_kernel_is_called_with(recorder):

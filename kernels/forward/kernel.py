@@ -96,11 +96,7 @@ class Consumer(NamedTuple):
         self.q_ring.wait_full(tile.nth)
         a.softmax.begin_tile()
         attend(self.schedule, a, mask, blocks, tile.base)
-        self.output.place.before_last_values(tile)
-        self.schedule.last(a, tile.base + blocks.count - 1)
-        inverse, lse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
-        a.softmax.finish(inverse, lse)
-        self.put(tile, a, mask, first, inverse, lse, tile.base + blocks.count)
+        self.close(tile, blocks, a, mask, first)
 
     def of(self, tile: WorkTile) -> tuple[Attention, Mask, Int32]:
         """What belongs to a work tile, and this warpgroup's first row."""
@@ -111,6 +107,14 @@ class Consumer(NamedTuple):
         q_stage = self.q_ring.stage(tile.nth) * c.warpgroups + self.warpgroup if c.lookahead else None
         mask = Mask(row, column, self.seqlen.of(tile.batch), c.tile_n, self.spec.causal)
         return self.attention._replace(softmax=softmax, q_stage=q_stage), mask, first
+
+    def close(self, tile: WorkTile, blocks: Blocks, a: Attention, mask: Mask, first: Int32):
+        """The last PV of a tile, and its O."""
+        self.output.place.before_last_values(tile)
+        self.schedule.last(a, tile.base + blocks.count - 1)
+        inverse, lse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
+        a.softmax.finish(inverse, lse)
+        self.put(tile, a, mask, first, inverse, lse, tile.base + blocks.count)
 
     def put(
         self, tile: WorkTile, a: Attention, mask: Mask, first: Int32, inverse: cute.Tensor, lse: cute.Tensor, end: Int32
@@ -145,12 +149,7 @@ class Consumer(NamedTuple):
         b.acc_O.fill(0.0)
 
     def end(self, tile: WorkTile, blocks: Blocks):
-        a, mask, first = self.of(tile)
-        self.output.place.before_last_values(tile)
-        self.schedule.last(a, tile.base + blocks.count - 1)
-        inverse, lse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
-        a.softmax.finish(inverse, lse)
-        self.put(tile, a, mask, first, inverse, lse, tile.base + blocks.count)
+        self.close(tile, blocks, *self.of(tile))
 
 
 class Forward:

@@ -88,6 +88,18 @@ class Attention(NamedTuple):
         self.v_ring.release(i)
 
 
+def issue_both(a: Attention, b: Attention, i: Int32) -> cute.Tensor:
+    """QK of block i, of the work tile of b, and after it PV of block i - 1, of that of a; gives the scores to come."""
+    a.k_ring.wait_full(i)
+    a.turns.take()
+    acc_S = b.issue_qk(i)
+    a.accumulation.before_pv(a)
+    a.v_ring.wait_full(i - 1)
+    a.accumulation.issue_pv(a, i - 1, 0)
+    a.turns.give()
+    return acc_S
+
+
 class InTurn(NamedTuple):
     """Softmax and matmuls of a warpgroup one after the other."""
 
@@ -129,13 +141,7 @@ class Overlapped(NamedTuple):
 
     @cute.jit
     def step(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
-        a.k_ring.wait_full(i)
-        a.turns.take()
-        acc_S = a.issue_qk(i)
-        a.accumulation.before_pv(a)
-        a.v_ring.wait_full(i - 1)
-        a.accumulation.issue_pv(a, i - 1, 0)
-        a.turns.give()
+        acc_S = issue_both(a, a, i)
         warpgroup.wait_group(1)
         a.k_ring.release(i)
         if cutlass.const_expr(mask is not None):
@@ -162,13 +168,7 @@ class Interleaved(NamedTuple):
     @cute.jit
     def step(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
         chunks = len(a.rV)
-        a.k_ring.wait_full(i)
-        a.turns.take()
-        acc_S = a.issue_qk(i)
-        a.accumulation.before_pv(a)
-        a.v_ring.wait_full(i - 1)
-        a.accumulation.issue_pv(a, i - 1, 0)
-        a.turns.give()
+        acc_S = issue_both(a, a, i)
         warpgroup.wait_group(0)
         a.accumulation.complete(a, 0)
         a.k_ring.release(i)
@@ -217,13 +217,7 @@ def cross(
     """From the last block of tile a to the first of tile b, as a step within a tile: PV of the one under the softmax of
     the other. O of a is whole afterwards; gives P of b, unrounded. b's blocks lie in the rings from `end` on.
     """
-    a.k_ring.wait_full(end)
-    a.turns.take()
-    acc_S = b.issue_qk(end)
-    a.accumulation.before_pv(a)
-    a.v_ring.wait_full(end - 1)
-    a.accumulation.issue_pv(a, end - 1, 0)
-    a.turns.give()
+    acc_S = issue_both(a, b, end)
     warpgroup.wait_group(1)
     a.k_ring.release(end)
     a.softmax.finish(inverse, lse)

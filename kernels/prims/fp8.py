@@ -9,21 +9,10 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-PACKED = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
+from .ptx import PACKED, asm
+
 SIGNS = -0x7FFF8000  # the two sign bits of a packed pair, 0x80008000
 MAGNITUDES = 0x7FFF7FFF  # all others
-
-
-def _asm(result, operands: list, instructions: str, constraints: str, loc, ip):
-    return llvm.inline_asm(
-        result,
-        [x.ir_value(loc=loc, ip=ip) for x in operands],
-        instructions,
-        constraints,
-        has_side_effects=False,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
 
 
 @dsl_user_op
@@ -33,7 +22,7 @@ def pack_e4m3(x: list, *, loc=None, ip=None) -> Int32:
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
         "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
     )
-    return Int32(_asm(T.i32(), [Float32(v) for v in x], body, "=r,f,f,f,f", loc, ip))
+    return Int32(asm(T.i32(), [Float32(v) for v in x], body, "=r,f,f,f,f", loc, ip))
 
 
 @dsl_user_op
@@ -45,7 +34,7 @@ def unpack_e4m3(word: Int32, *, loc=None, ip=None) -> list:
         "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
     )
     struct = llvm.StructType.get_literal([T.f32()] * 4)
-    done = _asm(struct, [Int32(word)], body, "=f,=f,=f,=f,r", loc, ip)
+    done = asm(struct, [Int32(word)], body, "=f,=f,=f,=f,r", loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), done, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
@@ -53,26 +42,26 @@ def unpack_e4m3(word: Int32, *, loc=None, ip=None) -> list:
 def absmax_pairs(a: Int32, b: Int32, dtype, *, loc=None, ip=None) -> Int32:
     """max.NaN.{bf16x2, f16x2} of |b| and of a, whose signs are clear."""
     operands = [Int32(a), Int32(b) & MAGNITUDES]
-    return Int32(_asm(T.i32(), operands, f"max.NaN.{PACKED[dtype]} $0, $1, $2;", "=r,r,r", loc, ip))
+    return Int32(asm(T.i32(), operands, f"max.NaN.{PACKED[dtype]} $0, $1, $2;", "=r,r,r", loc, ip))
 
 
 @dsl_user_op
 def product(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """mul.rn.f32: rounded by itself, never fused into an addition."""
-    return Float32(_asm(T.f32(), [Float32(a), Float32(b)], "mul.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+    return Float32(asm(T.f32(), [Float32(a), Float32(b)], "mul.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
 
 
 @dsl_user_op
 def fused(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     """fma.rn.f32: a * b + c, rounded once."""
     operands = [Float32(a), Float32(b), Float32(c)]
-    return Float32(_asm(T.f32(), operands, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", loc, ip))
+    return Float32(asm(T.f32(), operands, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", loc, ip))
 
 
 @dsl_user_op
 def magnitude(x: Float32, *, loc=None, ip=None) -> Float32:
     """abs.f32: a modifier of the instruction that takes it."""
-    return Float32(_asm(T.f32(), [Float32(x)], "abs.f32 $0, $1;", "=f,f", loc, ip))
+    return Float32(asm(T.f32(), [Float32(x)], "abs.f32 $0, $1;", "=f,f", loc, ip))
 
 
 @dsl_user_op
@@ -91,14 +80,14 @@ def from_bits(x: Int32, *, loc=None, ip=None) -> Float32:
 def _high_half(word: Int32, *, loc=None, ip=None) -> Float32:
     """cvt.f32.f16 of the high half."""
     body = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, high; }"
-    return Float32(_asm(T.f32(), [Int32(word)], body, "=f,r", loc, ip))
+    return Float32(asm(T.f32(), [Int32(word)], body, "=f,r", loc, ip))
 
 
 @dsl_user_op
 def _low_half(word: Int32, *, loc=None, ip=None) -> Float32:
     """cvt.f32.f16 of the low half."""
     body = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
-    return Float32(_asm(T.f32(), [Int32(word)], body, "=f,r", loc, ip))
+    return Float32(asm(T.f32(), [Int32(word)], body, "=f,r", loc, ip))
 
 
 def unpack(word: Int32, dtype) -> tuple[Float32, Float32]:

@@ -5,6 +5,8 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from .ptx import asm
+
 KIND = {cutlass.BFloat16: "bf16", cutlass.Float16: "f16"}
 RESULTS = 4
 
@@ -17,14 +19,13 @@ def multiply(a: list, b: list, c: list, dtype, *, loc=None, ip=None) -> list:
     of b column g, rows 2 j, 2 j + 1 and 8 more (b[1]); of c rows g and g + 8 (c[2:]), columns 2 j and 2 j + 1.
     """
     kind = KIND[dtype]
-    done = llvm.inline_asm(
+    done = asm(
         llvm.StructType.get_literal([T.f32()] * RESULTS),
-        [x.ir_value(loc=loc, ip=ip) for x in (*map(Int32, (*a, *b)), *map(Float32, c))],
+        [*map(Int32, (*a, *b)), *map(Float32, c)],
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
         "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        has_side_effects=False,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc,
+        ip,
     )
     return [Float32(llvm.extractvalue(T.f32(), done, [i], loc=loc, ip=ip)) for i in range(RESULTS)]

@@ -8,39 +8,31 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 PACKED = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
 
 
+def asm(result, operands: list, instructions: str, constraints: str, loc, ip):
+    """Instructions without side effects, as a value of type `result`."""
+    return llvm.inline_asm(
+        result,
+        [x.ir_value(loc=loc, ip=ip) for x in operands],
+        instructions,
+        constraints,
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
 @dsl_user_op
 def pack(low: Float32, high: Float32, dtype, *, loc=None, ip=None) -> Int32:
     """cvt.rn.{bf16x2, f16x2}.f32: two floats rounded into one register.
 
     NOTE: `fragment.to(dtype)` packs only sizes that are a power of two; others cost twice the conversions and spill.
     """
-    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
     instruction = f"cvt.rn.{PACKED[dtype]}.f32 $0, $1, $2;"
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            operands,
-            instruction,
-            "=r,f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
+    return Int32(asm(T.i32(), [Float32(high), Float32(low)], instruction, "=r,f,f", loc, ip))
 
 
 @dsl_user_op
 def fma_up(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     """fma.rp.f32: a * b + c rounded up."""
-    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            operands,
-            "fma.rp.f32 $0, $1, $2, $3;",
-            "=f,f,f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
+    operands = [Float32(a), Float32(b), Float32(c)]
+    return Float32(asm(T.f32(), operands, "fma.rp.f32 $0, $1, $2, $3;", "=f,f,f,f", loc, ip))

@@ -1,0 +1,55 @@
+"""Stands for the compiled kernels where a launch is tested with CPU tensors in the GPU's place."""
+
+from typing import NamedTuple
+
+import torch
+
+from fa3.device import ASSUMED
+from fa3.kernels.forward.config import Config, Spec
+
+
+class Call(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    scales: tuple | None
+    v_channel: torch.Tensor | None
+    tickets: torch.Tensor | None
+    scale_log2: float
+    num_sms: int
+
+
+class Recorder:
+    """What was loaded, and what the loaded kernel was called with."""
+
+    def __init__(self):
+        self.loaded: list[tuple[Spec, Config]] = []
+        self.calls: list[Call] = []
+
+    def load(self, spec, config):
+        self.loaded.append((spec, config))
+
+        def run(*arguments):
+            call = Call(*arguments)
+            if not all(takeable(x) and x.dtype == getattr(torch, spec.dtype) for x in call[:3]):
+                raise ValueError("as the compiled function does")
+            self.calls.append(call)
+
+        return run
+
+    def replace(self, monkeypatch, *modules) -> "Recorder":
+        """In the place of what these modules load. A CPU tensor's device index is -1: the current device, then."""
+        for module in modules:
+            monkeypatch.setattr(module, "load", self.load)
+            monkeypatch.setattr(module, "chip", lambda index: ASSUMED)
+            monkeypatch.setattr(module, "current_device", lambda: -1)
+            monkeypatch.setattr(module, "_plans", {})
+        return self
+
+
+def takeable(x: torch.Tensor) -> bool:
+    """The contract of the kernel: 16 bytes."""
+    step = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(stride % step == 0 for stride in x.stride()[:-1])
