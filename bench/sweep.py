@@ -60,13 +60,11 @@ def candidates(args: argparse.Namespace) -> list[Config]:
 
 def fits(spec: Spec, config: Config) -> bool:
     """Shared memory, and the fragments of S, P and O in a consumer thread's registers. Ping-pong takes two warpgroups
-    or more, a dynamic grid is a persistent one, lookahead takes a dynamic grid with overlap and room for O.
+    or more, a dynamic grid is a persistent one.
     """
     if config.shared_bytes(spec) > SHARED_BYTES or (config.pingpong and config.warpgroups < 2):
         return False
     if config.dynamic and not config.persistent:
-        return False
-    if config.lookahead and not (config.dynamic and config.overlap and config.o_place(spec) == "own"):
         return False
     fragments = spec.head_dim_v // 2 + config.tile_n // 2 + config.tile_n // 4
     return fragments + OTHER_REGISTERS <= config.registers[1]

@@ -93,8 +93,8 @@ class _Operands:
             q_scale = q_scale.repeat_interleave(scales.q_rows, -1)[..., :seqlen_q]
         scale_log2 = torch.tensor(softmax_scale * reference.LOG2_E, dtype=torch.float32, device=x.q.device)
         q_scale = (scale_log2 * q_scale).clamp_min(SMALLEST).reshape(q.shape[:3])
-        k_scale, v_log2, v_inverse, _ = scales.kv.flatten(0, 1).unbind(-1)
-        return _Operands(q, k, v, q_scale, k_scale, v_log2, v_inverse, scales.v_max.flatten())
+        k_scale, v_log2 = scales.kv.flatten(0, 1).unbind(-1)
+        return _Operands(q, k, v, q_scale, k_scale, v_log2, torch.exp2(-v_log2), scales.v_max.flatten())
 
 
 @dataclass
@@ -177,4 +177,4 @@ def _rounded_up(scores: Tensor, factor: Tensor, addend: Tensor) -> Tensor:
     """scores * factor + addend, rounded once, up."""
     exact = scores.double() * factor.double() + addend.double()
     nearest = exact.float()
-    return torch.where(nearest.double() < exact, nearest.nextafter(torch.tensor(math.inf)), nearest)
+    return torch.where(nearest.double() < exact, nearest.nextafter(torch.full_like(nearest, math.inf)), nearest)

@@ -24,7 +24,7 @@ class Prepared:
 
     q_scale: Tensor  # (B, H, ceil(Sq / q_rows)) as it came
     q_rows: int  # rows that share a scale of Q
-    kv: Tensor  # (B, Hkv, nb, 4) float32: k_scale, at least SMALLEST; lv = log2(v_scale / v_max); 2^-lv; 0
+    kv: Tensor  # (B, Hkv, nb, 2) float32: k_scale, at least SMALLEST; lv = log2(v_scale / v_max)
     v_max: Tensor  # (B, Hkv) float32
 
 
@@ -40,8 +40,7 @@ def prepare(x: QuantizedQKV) -> Prepared:
     ratio = torch.log2(x.v_scale / v_max[..., None]).clamp_min(RATIO_LOG2_MIN)
     smallest = torch.where(x.v_scale > 0, ratio, 0.0).amin(-1, keepdim=True) if ratio.shape[-1] else 0.0
     lv = torch.where(x.v_scale == 0, smallest, ratio)
-    kv = torch.stack((k_scale, lv, torch.exp2(-lv), torch.zeros_like(lv)), -1)
-    return Prepared(x.q_scale, x.q_rows, kv, v_max)
+    return Prepared(x.q_scale, x.q_rows, torch.stack((k_scale, lv), -1), v_max)
 
 
 def _largest(scale: Tensor) -> Tensor:

@@ -35,23 +35,17 @@ SIXTEEN_BIT = {
         Case("bfloat16", 1, 300, 200, 1, 1, 256, 256, True),
         Config(2, 80, rescale_early=True, **DYNAMIC),
     ),
-    "lookahead": (
-        Case("bfloat16", 1, 300, 350, 1, 2, 128, 128, True),
-        Config(2, 128, pingpong=False, lookahead=True, **DYNAMIC),
-    ),
-    "lookahead, three warpgroups, rows without a key": (
-        Case("float16", 1, 400, 150, 1, 2, 64, 64, True),
-        Config(3, 128, lookahead=True, **DYNAMIC),
-    ),
     "O over Q": (Case("float16", 1, 129, 97, 1, 1, 192, 128, True), Config(2, 128)),
 }
 EIGHT_BIT = {
     "promoted": (1, 70, 200, 1, 1, 128, False, Config(2, 128, promotion=1)),
-    "in place": (1, 70, 300, 1, 1, 128, False, Config(2, 128)),
+    "in place": (1, 70, 300, 1, 1, 128, False, Config(2, 192, pingpong=False)),
     "rows without a key, dynamic": (1, 200, 150, 1, 2, 128, True, Config(2, 128, promotion=1, **DYNAMIC)),
-    "lookahead": (1, 200, 250, 1, 2, 128, True, Config(2, 128, promotion=1, lookahead=True, **DYNAMIC)),
     "groups of 32 keys": (2, 100, 200, 1, 1, 64, True, Config(3, 96, promotion=1, persistent=True)),
-    "interleaved": (1, 130, 200, 1, 1, 256, True, Config(2, 64, promotion=1, chunk=64, **DYNAMIC)),
+    "prefetching": (1, 200, 250, 1, 2, 128, True, Config(2, 128, promotion=1, prefetch=True, **DYNAMIC)),
+    "two chunks": (1, 200, 300, 1, 2, 64, True, Config(3, 128, promotion=1, chunk=32, prefetch=True, **DYNAMIC)),
+    "four chunks": (1, 130, 200, 1, 1, 256, True, Config(2, 64, promotion=1, chunk=64, **DYNAMIC)),
+    "polynomials": (1, 130, 300, 1, 1, 128, False, Config(2, 128, promotion=1, polynomials=3, **DYNAMIC)),
     "chunks in turn": (1, 70, 200, 1, 1, 256, False, Config(2, 128, promotion=1, chunk=64, overlap=False)),
 }
 
@@ -102,11 +96,23 @@ def test_fp8_is_the_emulation_to_rounding(case):
     # A score off by a rounding may move a P to the next E4M3 number: rarely, and by 2^-4 of one key's share.
     assert (error <= ROUNDING * largest + 1e-6).float().mean() > 0.98
     assert (error <= 2.0**-4 * largest + 1e-6).all()
-    torch.testing.assert_close(lse, want_lse, rtol=0, atol=2e-5)
+    lse_atol = 1e-4 if config.polynomials else 2e-5
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=lse_atol)
     exact, exact_lse = dequantized_attention(x, causal=causal)
     rms = ((out.double() - exact).square().mean() / exact.square().mean()).sqrt()
     assert rms < 0.03  # P of few keys is rounded to 4 bits
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=2e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=lse_atol)
+
+
+def test_rows_without_a_key_beside_small_scores():
+    """The scale of a score is far below 1, and the row's reference is -inf: their product must not be 0."""
+    q, k, v = (torch.randn(1, n, 1, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (130, 70, 71))
+    x = quantize_qkv(q * 1e-9, k * 1e-9, v[:, :70], rotate=False)
+    out, lse = run_fp8(x, Config(2, 128, promotion=1), True)
+    assert (out[:, :60] == 0).all() and (lse[..., :60] == -torch.inf).all()
+    want, want_lse = fp8_attention(x, causal=True, tile_m=128, tile_n=128)
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=2e-5)
+    torch.testing.assert_close(out.float(), want.float(), rtol=0, atol=2.0**-7)
 
 
 def test_huge_fp8_scores():
@@ -123,7 +129,7 @@ def test_huge_fp8_scores():
     assert ((out.double() - exact).abs() <= 2.0**-4 * exact.abs().amax()).all(-1).double().mean() > 0.95
 
 
-@pytest.mark.parametrize("name", ["lookahead", "interleaved"])
+@pytest.mark.parametrize("name", ["prefetching", "two chunks"])
 def test_the_order_of_the_warps_changes_no_bit(name):
     *sizes, causal, config = EIGHT_BIT[name]
     x = fp8_inputs(*sizes)

@@ -241,30 +241,6 @@ class Dynamic(NamedTuple):
             base = base + blocks.count
 
     @cute.jit
-    def follow_ahead(
-        self, blocks_of: cutlass.Constexpr, begin: cutlass.Constexpr, steps: cutlass.Constexpr,
-        cross: cutlass.Constexpr, end: cutlass.Constexpr,
-    ):  # fmt: skip
-        """For a role that goes from the last block of a tile right to the first of the next."""
-        order = self.order
-        item, _, _ = cute.arch.block_idx()
-        nth, base = Int32(0), Int32(0)
-        tile = order.grid.tile(*order.at(item), nth, base)
-        begin(tile, blocks_of(tile))
-        while item < order.grid.tiles:
-            tile = order.grid.tile(*order.at(item), nth, base)
-            blocks = blocks_of(tile)
-            steps(tile, blocks)
-            item = self.take(nth)
-            base = base + blocks.count
-            if item < order.grid.tiles:
-                following = order.grid.tile(*order.at(item), nth + 1, base)
-                cross(tile, blocks, following, blocks_of(following))
-            else:
-                end(tile, blocks)
-            nth = nth + 1
-
-    @cute.jit
     def take(self, nth: Int32) -> Int32:
         """The ticket that follows the n-th tile. NOTE: the lane that reads is the one that releases."""
         self.ring.wait_full(nth)

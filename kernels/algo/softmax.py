@@ -82,13 +82,16 @@ class Softmax(NamedTuple):
     def begin_tile(self):
         """What a work tile needs before its first block."""
 
+    def of_block(self, n_block: Int32) -> None:
+        """What `update_row` must know of a key block: nothing."""
+
     def reset(self):
         self.row_sum.fill(0.0)
         self.factor.fill(1.0)
 
     @cute.jit
     def update_row(
-        self, acc_S: cute.Tensor, r: cutlass.Constexpr, n_block: Int32, is_first: cutlass.Constexpr,
+        self, acc_S: cute.Tensor, r: cutlass.Constexpr, keys: None, is_first: cutlass.Constexpr,
         check_inf: cutlass.Constexpr,
     ):  # fmt: skip
         """Row r of acc_S becomes P, unrounded. check_inf: the block may hide every key of a row."""

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..prims.ptx import fma_up
-from ..prims.wgmma import ROWS, rows
+from ..prims.wgmma import ROWS
 from .scheduler import WorkTile
 from .softmax import add, fold, quad
 
@@ -23,6 +23,8 @@ TOP = 8.0  # e is 2^TOP at most: E4M3 ends at 448
 FALL = 32.0  # log2: how far the reference may fall; O and the row sum, which grow by as much, stay in FP32's range
 SMALLEST = 2.0**-60  # stands for a scale of 0, which would make NaN of a masked score
 SPAN_LOG2 = 23  # scores of this magnitude and more, base 2, are shrunk: see shrink_of
+ROUNDER = 1.5 * 2.0**23  # a float as large has no fraction
+EXP2 = (0.999928134628658, 0.6932609761488394, 0.24261013640618195, 0.05517115382445746)  # 2^f, |f| <= 1/2
 EXPONENT, BIAS, MANTISSA_BITS = 0x7F800000, 127, 23  # of a float
 
 
@@ -38,11 +40,22 @@ def shrink_of(R: Float32) -> Float32:
     return (Int32(limit + (BIAS << MANTISSA_BITS) - 2**32) - exponent).bitcast(Float32)
 
 
+def polynomial_exp2(x: Float32) -> Float32:
+    """2^x to 2^-13.7 of itself on the FMA units; 2^-126 below that."""
+    x = cute.arch.fmax(x, Float32(-126.0))
+    shifted = x + ROUNDER  # its low bits: x, rounded
+    f = x - (shifted - ROUNDER)
+    p = Float32(EXP2[-1])
+    for c in EXP2[-2::-1]:
+        p = p * f + c
+    return (p.bitcast(Int32) + (shifted.bitcast(Int32) << MANTISSA_BITS)).bitcast(Float32)
+
+
 class Scales(NamedTuple):
     """Of Q, K and V, as the kernel is given them."""
 
     mQ: cute.Tensor  # (b, h, ceil(sq / q_rows)) float32
-    mKV: cute.Tensor  # (b, h_kv, ceil(sk / 64), 4) float32: k_scale, log2(v_scale / v_max), v_max / v_scale, nothing
+    mKV: cute.Tensor  # (b, h_kv, ceil(sk / 64), 2) float32: k_scale, log2(v_scale / v_max)
     mVMax: cute.Tensor  # (b, h_kv) float32: the largest scale of V in a head
     q_rows: Int32  # rows of Q that share a scale
 
@@ -50,7 +63,7 @@ class Scales(NamedTuple):
 class KeyScales(NamedTuple):
     """The scales of the keys of one K/V head, in groups of columns of a block that share them."""
 
-    mKV: cute.Tensor  # (blocks of 64, 4): see Scales
+    mKV: cute.Tensor  # (blocks of 64, 2): see Scales
     tile_n: int
 
     @property
@@ -58,17 +71,14 @@ class KeyScales(NamedTuple):
         """Columns of a group: a block of keys may begin in the middle of a scale's rows."""
         return math.gcd(self.tile_n, SCALE_ROWS)
 
-    def of_block(self, n_block: Int32) -> list[tuple[Float32, Float32, Float32]]:
-        """(scale of K, log2 of V's, its inverse) of every group. The last block may pass the end of the keys.
-
-        NOTE: read where a row needs them, from L1 and under its maximum. Read a block ahead they would spill at hd256.
-        """
+    def of_block(self, n_block: Int32) -> list[tuple[Float32, Float32]]:
+        """(scale of K, log2 of V's) of every group. The last block may pass the end of the keys."""
         found = []
         for first in range(0, self.tile_n, self.group):
             i = cutlass.min((n_block * self.tile_n + first) // SCALE_ROWS, self.mKV.shape[0] - 1)
-            four = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(self.mKV[i, None], four)
-            found.append((four[0], four[1], four[2]))
+            pair = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(self.mKV[i, None], pair)
+            found.append((pair[0], pair[1]))
         return found
 
 
@@ -81,6 +91,7 @@ class BlockScaledSoftmax(NamedTuple):
     scales: Scales
     scale_log2: Float32  # softmax scale * log2(e)
     tile_n: int
+    polynomials: int  # of 8 exponentials, where they are allowed
     keys: KeyScales | None  # of the work tile
     v_max: Float32 | None  # of the work tile's K/V head
     rows: tuple | None  # of the work tile: see begin_tile
@@ -89,11 +100,13 @@ class BlockScaledSoftmax(NamedTuple):
     highest: cute.Tensor  # (2) largest R so far
     row_sum: cute.Tensor  # (2) this thread's part, in units of 2^(R - TOP)
     factor: cute.Tensor  # (2) what O must be multiplied with before it takes the block
+    ahead: cute.Tensor  # (groups, 2) scales of a block to come
 
     @staticmethod
-    def create(scales: Scales, scale_log2: Float32, tile_n: int) -> "BlockScaledSoftmax":
+    def create(scales: Scales, scale_log2: Float32, tile_n: int, polynomials: int) -> "BlockScaledSoftmax":
         state = [cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)]
-        return BlockScaledSoftmax(scales, scale_log2, tile_n, None, None, None, *state)
+        ahead = cute.make_rmem_tensor((tile_n // math.gcd(tile_n, SCALE_ROWS), 2), Float32)
+        return BlockScaledSoftmax(scales, scale_log2, tile_n, polynomials, None, None, None, *state, ahead)
 
     def of_tile(self, tile: WorkTile, head_kv: Int32, row: Int32) -> "BlockScaledSoftmax":
         """With the scales of a work tile; this thread's rows are row and row + 8."""
@@ -116,14 +129,28 @@ class BlockScaledSoftmax(NamedTuple):
         self.highest.fill(-Float32.inf)
         self.row_sum.fill(0.0)
 
-    def update_row(self, acc_S: cute.Tensor, r: int, n_block: Int32, is_first: bool, check_inf: bool):
+    def of_block(self, n_block: Int32) -> list[tuple[Float32, Float32]]:
+        """The scales of a key block, for the methods below. It reads memory: ask long before the scores are there."""
+        return self.keys.of_block(n_block)
+
+    def fetch(self, n_block: Int32):
+        """Read the scales of a block ahead, into registers."""
+        for g, pair in enumerate(self.keys.of_block(n_block)):
+            self.ahead[g, 0], self.ahead[g, 1] = pair
+
+    def fetched(self) -> list[tuple[Float32, Float32]]:
+        return [(self.ahead[g, 0], self.ahead[g, 1]) for g in range(cute.size(self.ahead) // 2)]
+
+    def update_row(self, acc_S: cute.Tensor, r: int, keys: list, is_first: bool, check_inf: bool):
         """Row r of acc_S becomes e, unrounded. check_inf: the block may hide every key of a row."""
-        S, scales = rows(acc_S), self.keys.of_block(n_block)
-        width = self.keys.group // 4  # columns of a group in this thread
+        self.exponentiate(acc_S, r, keys, self.refer(acc_S, r, keys, is_first, check_inf))
+
+    def refer(self, acc_S: cute.Tensor, r: int, keys: list, is_first: bool, check_inf: bool) -> tuple[list, Float32]:
+        """The reference of row r in a block; gives what its scores are multiplied with, a number a group, and R - TOP."""
         factors, top = [], None
-        for g, (k_scale, v_log2, _) in enumerate(scales):
+        for g, (k_scale, v_log2) in enumerate(keys):
             factors.append(self.q_scale[r] * k_scale)
-            largest = fold(cute.arch.fmax, [S[r, c] for c in range(g * width, (g + 1) * width)])
+            largest = fold(cute.arch.fmax, [acc_S[i] for i in self.places(r, g)])
             # NOTE: rounded up, so that no e passes 2^TOP, however large the scores.
             y = fma_up(largest, factors[g], v_log2)
             top = y if top is None else cute.arch.fmax(top, y)
@@ -136,18 +163,33 @@ class BlockScaledSoftmax(NamedTuple):
         self.reference[r] = R
         shrink = shrink_of(R)
         base = R * shrink - TOP
-        if check_inf:  # a row without a key so far: exp2(-inf - 0) = 0, not NaN
-            base = cutlass.select_(R == -Float32.inf, Float32(0.0), base)
+        if check_inf:  # a row without a key so far: exp2(-inf * scale - 0) = 0, not NaN; small scales must not become 0
+            has_key = R != -Float32.inf
+            base = cutlass.select_(has_key, base, Float32(0.0))
+            shrink = cutlass.select_(has_key, shrink, Float32(1.0))
+        return [factor * shrink for factor in factors], base
+
+    def exponentiate(
+        self, acc_S: cute.Tensor, r: int, keys: list, reference: tuple[list, Float32], polynomials: bool = False
+    ):
+        """Row r of acc_S becomes e, and enters the row's sum. polynomials: some, where every row has seen a key."""
+        scales, base = reference
         total = self.row_sum[r] * self.factor[r]
-        for g, (_, v_log2, v_inverse) in enumerate(scales):
-            offset, scale = base - v_log2, factors[g] * shrink
-            sums = [Float32(0.0), Float32(0.0)]
-            for c in range(g * width, (g + 1) * width):
-                e = cute.math.exp2(S[r, c] * scale - offset, fastmath=True)
-                S[r, c] = e
-                sums[c % 2] = sums[c % 2] + e
-            total = total + (sums[0] + sums[1]) * v_inverse
+        for g, (_, v_log2) in enumerate(keys):
+            offset, sums = base - v_log2, []
+            for n, i in enumerate(self.places(r, g)):
+                x = acc_S[i] * scales[g] - offset
+                is_polynomial = polynomials and n * self.polynomials % 8 < self.polynomials
+                e = polynomial_exp2(x) if is_polynomial else cute.math.exp2(x, fastmath=True)
+                acc_S[i] = e
+                sums = [sums[1], sums[0] + e] if len(sums) == 2 else [*sums, e]
+            total = total + (sums[0] + sums[1]) * cute.math.exp2(-v_log2, fastmath=True)
         self.row_sum[r] = total
+
+    def places(self, r: int, g: int) -> list[int]:
+        """Where row r of group g stands in a thread's accumulator."""
+        width = self.keys.group // 4
+        return [4 * (c // 2) + 2 * r + c % 2 for c in range(g * width, (g + 1) * width)]
 
     @cute.jit
     def finish(self, inverse: cute.Tensor, lse: cute.Tensor):

@@ -48,7 +48,8 @@ class Config:
     pingpong: bool = True  # the warpgroups take turns at the tensor cores
     persistent: bool = False  # one CTA an SM that takes tile after tile; else one CTA a tile
     dynamic: bool = False  # with persistent: the next tile by a counter in global memory, else by a fixed rule
-    lookahead: bool = False  # with dynamic: the next tile's first QK is issued before this tile's last PV
+    polynomials: int = 0  # FP8, with overlap: of 8 exponentials of a thread's first row, those on the FMA units
+    prefetch: bool = False  # FP8, with overlap: K and the scales of the next block are awaited amid the exponentials
     rescale_early: bool = False  # with overlap: O is rescaled under the next QK, else among this block's exponentials
     promotion: int = 0  # key blocks whose PV the tensor core sums before it is added to O in FP32: 1, or 0 for all
     chunk: int = 0  # with promotion: columns of O that are computed and added at a time; 0: all
@@ -60,11 +61,6 @@ class Config:
     @property
     def threads(self) -> int:
         return 128 * (1 + self.warpgroups)
-
-    @property
-    def q_stages(self) -> int:
-        """Q tiles in flight."""
-        return 2 if self.lookahead else 1
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -92,8 +88,7 @@ class Config:
     def _shared_bytes(self, spec: Spec) -> int:
         """Tiles of Q and of the K and V rings, barriers and tickets, one alignment gap."""
         kv = self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v)
-        qkv = self.q_stages * self.tile_m * spec.head_dim + kv
-        return spec.element_bytes * qkv + 8 * (2 * (3 + self.q_stages + 2 * self.stages) + 1) + 1024
+        return spec.element_bytes * (self.tile_m * spec.head_dim + kv) + 8 * (2 * (4 + 2 * self.stages) + 1) + 1024
 
 
 def tile_for(head_dim: int, head_dim_v: int) -> tuple[int, int]:

@@ -5,9 +5,9 @@ producer   1 (of 4)           24..56        q, k, v empty           q, k, v full
 consumer   4 a warpgroup      160..256      q, k, v full            q, k, v empty
 
 barrier        kind    depth         arrivals
-q_full         TMA     q_stages      Q bytes of the CTA
+q_full         TMA     1             Q bytes of the CTA
 k_full v_full  TMA     stages        bytes of a block
-q_empty        warps   q_stages      each consumer warp; where O lies over Q: the storing warp of each warpgroup
+q_empty        warps   1             each consumer warp; where O lies over Q: the storing warp of each warpgroup
 k_empty v_empty warps  stages        each consumer warp
 stored         warps   1             where O lies over V: the storing warp of each warpgroup
 ticket_full    thread  2             of a dynamic grid: the lane that drew
@@ -43,7 +43,7 @@ from .accumulate import AmongExponentials, Promoted, PromotedAtOnce, UnderQK
 from .config import Config, Spec
 from .epilogue import Apart, OutputTile, OverQ, OverV, scale_columns, store_lse
 from .load import DenseKV, QuerySource, load_kv
-from .mma import Attention, Interleaved, InTurn, Overlapped, attend, begin, cross, steps
+from .mma import Attention, Halved, InTurn, Overlapped, Prefetching, attend
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
@@ -77,7 +77,7 @@ class Producer(NamedTuple):
 
 class Consumer(NamedTuple):
     attention: Attention
-    schedule: object  # Overlapped, Interleaved or InTurn
+    schedule: object  # see mma.py
     output: OutputTile
     q_ring: Ring
     mLSE: cute.Tensor
@@ -104,9 +104,8 @@ class Consumer(NamedTuple):
         first = self.row(tile) + 64 * self.warpgroup
         row, column = first + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
         softmax = self.attention.softmax.of_tile(tile, self.heads.kv_head(tile.head), row)
-        q_stage = self.q_ring.stage(tile.nth) * c.warpgroups + self.warpgroup if c.lookahead else None
         mask = Mask(row, column, self.seqlen.of(tile.batch), c.tile_n, self.spec.causal)
-        return self.attention._replace(softmax=softmax, q_stage=q_stage), mask, first
+        return self.attention._replace(softmax=softmax), mask, first
 
     def close(self, tile: WorkTile, blocks: Blocks, a: Attention, mask: Mask, first: Int32):
         """The last PV of a tile, and its O."""
@@ -114,42 +113,12 @@ class Consumer(NamedTuple):
         self.schedule.last(a, tile.base + blocks.count - 1)
         inverse, lse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
         a.softmax.finish(inverse, lse)
-        self.put(tile, a, mask, first, inverse, lse, tile.base + blocks.count)
-
-    def put(
-        self, tile: WorkTile, a: Attention, mask: Mask, first: Int32, inverse: cute.Tensor, lse: cute.Tensor, end: Int32
-    ):  # fmt: skip
         scale_rows(a.acc_O, inverse)
         if self.spec.v_channel_scale:
             head_kv = self.heads.kv_head(tile.head)
             scale_columns(a.acc_O, self.v_channel[tile.batch, head_kv, None], mask.column)
-        self.output.store(a.acc_O, a.pv, self.seqlen, tile, first, self.thread, end)
+        self.output.store(a.acc_O, a.pv, self.seqlen, tile, first, self.thread, tile.base + blocks.count)
         store_lse(lse, self.mLSE[tile.batch, tile.head, None], mask.row, mask.column)
-
-    # With lookahead, in the place of `run`: begin, then steps and cross tile after tile, at last steps and end.
-
-    def begin(self, tile: WorkTile, blocks: Blocks):
-        a, mask, _ = self.of(tile)
-        self.q_ring.wait_full(tile.nth)
-        a.softmax.begin_tile()
-        begin(self.schedule, a, mask, blocks, tile.base)
-
-    def steps(self, tile: WorkTile, blocks: Blocks):
-        a, mask, _ = self.of(tile)
-        steps(self.schedule, a, mask, blocks, tile.base)
-
-    def cross(self, tile: WorkTile, blocks: Blocks, following: WorkTile, following_blocks: Blocks):
-        (a, mask, first), (b, mask_b, _) = self.of(tile), self.of(following)
-        inverse, lse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
-        self.q_ring.wait_full(following.nth)
-        acc_S = cross(a, b, mask_b, following_blocks.n_block(0), following.base, inverse, lse)
-        self.output.place.before_last_values(tile)
-        self.put(tile, a, mask, first, inverse, lse, following.base)
-        b.round_p(acc_S)
-        b.acc_O.fill(0.0)
-
-    def end(self, tile: WorkTile, blocks: Blocks):
-        self.close(tile, blocks, *self.of(tile))
 
 
 class Forward:
@@ -180,7 +149,7 @@ class Forward:
             dtype, dtype, MAJOR.K, v_major, Float32, (1, 1, 1), (64, c.chunk or spec.head_dim_v), SOURCE.RMEM
         )
         q_tile = sm90.make_smem_layout_a(
-            LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.q_stages * c.warpgroups
+            LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.warpgroups
         )
         o_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim_v), self.dtype_o, c.warpgroups)
         k_tile = sm90.make_smem_layout_b(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.stages)
@@ -229,7 +198,7 @@ class Forward:
         sQ, sK, sV = (self.stages(smem, x, self.dtype) for x in (Q, K, V))
         sO = self.stages(smem, O, self.dtype_o) if const_expr(c.o_place(spec) == "own") else None
         consumers = c.warpgroups * CONSUMER_WARPS
-        q_ring = self.ring(smem, sQ, c.q_stages, c.warpgroups if c.o_place(spec) == "q" else consumers)
+        q_ring = self.ring(smem, sQ, 1, c.warpgroups if c.o_place(spec) == "q" else consumers)
         k_ring, v_ring = (self.ring(smem, sX, c.stages, consumers) for sX in (sK, sV))
         stored = self.ring(smem, sQ, 1, c.warpgroups)
         scheduler = self.scheduler(smem, order, tickets, consumers)
@@ -258,19 +227,14 @@ class Forward:
             cute.arch.setmaxregister_increase(consumer_registers)
             wg, thread = role - 1, thread % 128
             softmax = self.softmax(scales, scale_log2)
-            q_tiles = sQ if const_expr(c.lookahead) else sQ[None, None, wg]
-            attention = self.attention(qk, pv, q_tiles, sK, sV, k_ring, v_ring, softmax, wg)
+            attention = self.attention(qk, pv, sQ[None, None, wg], sK, sV, k_ring, v_ring, softmax, wg)
             place, own = self.o_place(sQ, sO, sV, O, q_ring, v_ring, stored, wg)
             output = OutputTile(O, own, place, O_BARRIER + wg, spec.head_dim_v)
             attention.turns.start()
             consumer = Consumer(
                 attention, self.schedule(), output, q_ring, mLSE, v_channel, head_map, seqlen, wg, thread, spec, c
             )
-            if const_expr(c.lookahead):
-                x = consumer
-                scheduler.follow_ahead(x.blocks, x.begin, x.steps, x.cross, x.end)
-            else:
-                scheduler.follow(consumer.blocks, consumer.run)
+            scheduler.follow(consumer.blocks, consumer.run)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def stages(self, smem, x: Operand, dtype) -> cute.Tensor:
@@ -295,13 +259,15 @@ class Forward:
     def softmax(self, scales: Scales | None, scale_log2: Float32) -> Softmax | BlockScaledSoftmax:
         if scales is None:
             return Softmax.create(scale_log2)
-        return BlockScaledSoftmax.create(scales, scale_log2, self.config.tile_n)
+        return BlockScaledSoftmax.create(scales, scale_log2, self.config.tile_n, self.config.polynomials)
 
-    def schedule(self) -> Overlapped | Interleaved | InTurn:
+    def schedule(self) -> Overlapped | Halved | InTurn:
         c = self.config
-        if c.chunk and c.overlap:
-            return Interleaved()
-        return Overlapped() if c.overlap else InTurn()
+        if not c.overlap:
+            return InTurn()
+        if not self.spec.is_fp8:
+            return Overlapped()
+        return Prefetching() if c.prefetch else Halved()
 
     def accumulation(self, pv: cute.TiledMma) -> AmongExponentials | UnderQK | Promoted:
         c = self.config
@@ -318,7 +284,6 @@ class Forward:
             qk,
             pv,
             rQ=qk.make_fragment_A(qk_wg.partition_A(sQ)),
-            q_stage=None,
             rK=qk.make_fragment_B(qk_wg.partition_B(sK)),
             rV=tuple(pv.make_fragment_B(pv_wg.partition_B(chunk)) for chunk in chunks),
             rP=cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), self.dtype),
@@ -353,8 +318,8 @@ def signature(spec: Spec, config: Config) -> tuple:
     o = tensor((batch, seqlen_q, heads, head_dim_v), DTYPES[spec.dtype_o or spec.dtype], 8)
     lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
     lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), lse_strides, assumed_align=4)
-    kv_strides = (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 4, 1)
-    kv_scales = make_fake_tensor(Float32, (batch, heads_kv, cute.sym_int(), 4), kv_strides, assumed_align=16)
+    kv_strides = (cute.sym_int64(divisibility=2), cute.sym_int64(divisibility=2), 2, 1)
+    kv_scales = make_fake_tensor(Float32, (batch, heads_kv, cute.sym_int(), 2), kv_strides, assumed_align=8)
     scales = Scales(floats(batch, heads, cute.sym_int()), kv_scales, floats(batch, heads_kv), Int32(1))
     v_channel = floats(batch, heads_kv, head_dim_v) if spec.v_channel_scale else None
     tickets = make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if config.dynamic else None

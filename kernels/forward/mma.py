@@ -24,8 +24,7 @@ class Attention(NamedTuple):
 
     qk: cute.TiledMma
     pv: cute.TiledMma
-    rQ: cute.Tensor  # (mma, m, k) descriptors, (mma, m, k, stage) with lookahead
-    q_stage: Int32 | None  # of the work tile, with lookahead
+    rQ: cute.Tensor  # (mma, m, k) descriptors
     rK: cute.Tensor  # (mma, n, k, stage)
     rV: tuple  # of (mma, d, k, stage), one for each chunk of O's columns
     rP: cute.Tensor  # (mma, m, k) registers
@@ -40,22 +39,21 @@ class Attention(NamedTuple):
 
     def issue_qk(self, i) -> cute.Tensor:
         acc_S = cute.make_rmem_tensor(self.qk.partition_shape_C((64, self.tile_n)), Float32)
-        rQ = self.rQ if self.q_stage is None else self.rQ[None, None, None, self.q_stage]
-        issue(self.qk, acc_S, rQ, self.rK[None, None, None, self.k_ring.stage(i)], False)
+        issue(self.qk, acc_S, self.rQ, self.rK[None, None, None, self.k_ring.stage(i)], False)
         return acc_S
 
     def issue_pv(self, i, acc: cute.Tensor, accumulate: bool, n: int = 0):
         """Of the n-th chunk of O's columns."""
         issue(self.pv, acc, self.rP, self.rV[n][None, None, None, self.v_ring.stage(i)], accumulate)
 
-    def softmax_of(self, acc_S: cute.Tensor, n_block: Int32, is_first: bool, check_inf: bool):
+    def softmax_of(self, acc_S: cute.Tensor, keys, is_first: bool, check_inf: bool):
         """acc_S becomes P, unrounded.
 
         NOTE: row by row. The max of the second row runs under the exponentials of the first: 0.5 to 1.5 % faster than
         both maxima first.
         """
         for r in range(ROWS):
-            self.softmax.update_row(acc_S, r, n_block, is_first, check_inf)
+            self.softmax.update_row(acc_S, r, keys, is_first, check_inf)
 
     def keep_p(self, acc_S: cute.Tensor, k: int):
         """P of step k = acc_S rounded. The accumulator's register order is the A operand's: no lane moves anything
@@ -88,11 +86,11 @@ class Attention(NamedTuple):
         self.v_ring.release(i)
 
 
-def issue_both(a: Attention, b: Attention, i: Int32) -> cute.Tensor:
-    """QK of block i, of the work tile of b, and after it PV of block i - 1, of that of a; gives the scores to come."""
+def issue_both(a: Attention, i: Int32) -> cute.Tensor:
+    """QK of block i, and after it PV of block i - 1; gives the scores to come."""
     a.k_ring.wait_full(i)
     a.turns.take()
-    acc_S = b.issue_qk(i)
+    acc_S = a.issue_qk(i)
     a.accumulation.before_pv(a)
     a.v_ring.wait_full(i - 1)
     a.accumulation.issue_pv(a, i - 1, 0)
@@ -111,6 +109,7 @@ class InTurn(NamedTuple):
         self.block(a, i, n_block, mask, is_first=False)
 
     def block(self, a: Attention, i, n_block, mask, is_first: bool):
+        keys = a.softmax.of_block(n_block)
         a.k_ring.wait_full(i)
         a.turns.take()
         acc_S = a.issue_qk(i)
@@ -119,7 +118,7 @@ class InTurn(NamedTuple):
         a.k_ring.release(i)
         if mask is not None:
             mask.apply(acc_S, n_block)
-        a.softmax_of(acc_S, n_block, is_first, mask is not None)
+        a.softmax_of(acc_S, keys, is_first, mask is not None)
         a.round_p(acc_S) if is_first else a.accumulation.round_p(a, acc_S)
         a.accumulation.before_pv(a)
         a.values(i)
@@ -131,22 +130,24 @@ class Overlapped(NamedTuple):
     """Softmax of block i under PV of block i - 1."""
 
     def first(self, a: Attention, i: Int32, n_block: Int32, mask):
+        keys = a.softmax.of_block(n_block)
         a.k_ring.wait_full(i)
         acc_S = a.issue_qk(i)
         warpgroup.wait_group(0)
         a.k_ring.release(i)
         mask.apply(acc_S, n_block)
-        a.softmax_of(acc_S, n_block, True, True)
+        a.softmax_of(acc_S, keys, True, True)
         a.round_p(acc_S)
 
     @cute.jit
     def step(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
-        acc_S = issue_both(a, a, i)
+        keys = a.softmax.of_block(n_block)
+        acc_S = issue_both(a, i)
         warpgroup.wait_group(1)
         a.k_ring.release(i)
         if cutlass.const_expr(mask is not None):
             mask.apply(acc_S, n_block)
-        a.softmax_of(acc_S, n_block, False, mask is not None)
+        a.softmax_of(acc_S, keys, False, mask is not None)
         # NOTE: ptxas moves this wait up among the exponentials, so that rounding and rescaling run with them. Pinned
         # behind them by a branch it is 6-11 % slower.
         warpgroup.wait_group(0)
@@ -158,74 +159,85 @@ class Overlapped(NamedTuple):
         a.values(i)
 
 
-class Interleaved(NamedTuple):
-    """Overlapped, where a fresh accumulator of all of O does not fit: PV of block i - 1 goes chunk by chunk of O's
-    columns into a small one, each added to O behind a wait of its own, with the softmax of block i between them.
+class Halved(NamedTuple):
+    """Overlapped, for FP8, where the matmuls are done before the exponentials.
+
+    PV of block i - 1 is awaited in the middle, behind the exponentials of the first row: what follows it runs with those
+    of the second. V of block i is awaited there too. A PV in chunks of O's columns has one chunk under each half, those
+    before under nothing.
     """
 
-    first, last = Overlapped.first, Overlapped.last
+    prefetch = False
+    last = Overlapped.last
+
+    @cute.jit
+    def first(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
+        Overlapped().first(a, i, n_block, mask)
+        self.prepare(a, i, n_block)
 
     @cute.jit
     def step(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
         chunks = len(a.rV)
-        acc_S = issue_both(a, a, i)
-        warpgroup.wait_group(0)
-        a.accumulation.complete(a, 0)
+        if cutlass.const_expr(self.prefetch):
+            keys = a.softmax.fetched()
+        else:
+            keys = a.softmax.of_block(n_block)
+            a.k_ring.wait_full(i)
+        a.turns.take()
+        acc_S = a.issue_qk(i)
+        a.accumulation.before_pv(a)
+        a.accumulation.issue_pv(a, i - 1, 0)
+        a.turns.give()
+        warpgroup.wait_group(1)
         a.k_ring.release(i)
         if cutlass.const_expr(mask is not None):
             mask.apply(acc_S, n_block)
-        for n in cutlass.range_constexpr(1, max(chunks, ROWS + 1)):
-            if cutlass.const_expr(n < chunks):
-                a.accumulation.issue_pv(a, i - 1, n)
-            if cutlass.const_expr(n <= ROWS):
-                a.softmax.update_row(acc_S, n - 1, n_block, False, mask is not None)
-            if cutlass.const_expr(n < chunks):
-                warpgroup.wait_group(0)
-                a.accumulation.complete(a, n)
-        a.v_ring.release(i - 1)
-        a.round_p(acc_S)
+        found = [a.softmax.refer(acc_S, r, keys, False, mask is not None) for r in range(ROWS)]
+        for n in cutlass.range_constexpr(chunks - ROWS):
+            warpgroup.wait_group(0)
+            a.accumulation.complete(a, n)
+            a.accumulation.issue_pv(a, i - 1, n + 1)
+        a.softmax.exponentiate(acc_S, 0, keys, found[0], polynomials=mask is None)
+        # NOTE: its loops keep ptxas from moving the wait for PV up, before the maxima.
+        self.prepare(a, i, n_block)
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(chunks > 1):
+            a.accumulation.complete(a, chunks - 2)
+            a.accumulation.issue_pv(a, i - 1, chunks - 1)
+            a.softmax.exponentiate(acc_S, 1, keys, found[1])
+            warpgroup.wait_group(0)
+            a.v_ring.release(i - 1)
+            a.accumulation.complete(a, chunks - 1)
+            a.round_p(acc_S)
+        else:
+            a.v_ring.release(i - 1)
+            a.softmax.exponentiate(acc_S, 1, keys, found[1])
+            a.accumulation.round_p(a, acc_S)
+
+    @cute.jit
+    def prepare(self, a: cutlass.Constexpr, i: Int32, n_block: Int32):
+        """What comes after block i: its V, and if another block follows, its K and scales."""
+        a.v_ring.wait_full(i)
+        if cutlass.const_expr(self.prefetch):
+            wait = a.k_ring.wait_full
+            if n_block > 0:
+                wait(i + 1)
+            a.softmax.fetch(cutlass.max(n_block - 1, 0))
+
+
+class Prefetching(Halved):
+    """In the middle stand also the waits for K and the scales of the next block: nothing is left to do before its QK."""
+
+    prefetch = True
 
 
 @cute.jit
 def attend(schedule: cutlass.Constexpr, a: cutlass.Constexpr, mask: cutlass.Constexpr, blocks: Blocks, base: Int32):
     """All key blocks of one query tile, at ring positions base..; the PV of the last one is left to schedule.last."""
-    begin(schedule, a, mask, blocks, base)
-    steps(schedule, a, mask, blocks, base)
-
-
-def begin(schedule, a: Attention, mask, blocks: Blocks, base: Int32):
-    """The first block: P of it."""
     a.acc_O.fill(0.0)
     a.softmax.reset()
     schedule.first(a, base, blocks.n_block(0), mask)
-
-
-@cute.jit
-def steps(schedule: cutlass.Constexpr, a: cutlass.Constexpr, mask: cutlass.Constexpr, blocks: Blocks, base: Int32):
-    """The blocks from the second on."""
     for i in cutlass.range(1, blocks.masked, unroll=1):
         schedule.step(a, base + i, blocks.n_block(i), mask)
     for i in cutlass.range(blocks.masked, blocks.count, unroll=1):
         schedule.step(a, base + i, blocks.n_block(i), None)
-
-
-@cute.jit
-def cross(
-    a: cutlass.Constexpr, b: cutlass.Constexpr, mask: cutlass.Constexpr, n_block: Int32, end: Int32,
-    inverse: cute.Tensor, lse: cute.Tensor,
-):  # fmt: skip
-    """From the last block of tile a to the first of tile b, as a step within a tile: PV of the one under the softmax of
-    the other. O of a is whole afterwards; gives P of b, unrounded. b's blocks lie in the rings from `end` on.
-    """
-    acc_S = issue_both(a, b, end)
-    warpgroup.wait_group(1)
-    a.k_ring.release(end)
-    a.softmax.finish(inverse, lse)
-    b.softmax.begin_tile()
-    b.softmax.reset()
-    mask.apply(acc_S, n_block)
-    b.softmax_of(acc_S, n_block, True, True)
-    warpgroup.wait_group(0)
-    a.v_ring.release(end - 1)
-    a.accumulation.complete(a, 0)
-    return acc_S
