@@ -59,17 +59,13 @@ ROWS: dict[tuple[int, int], Row] = {
 FREE, AHEAD = {"pingpong": False}, {"pingpong": False, "prefetch": True}
 FP8_ROWS: dict[str, dict[tuple[int, int], Row]] = {
     "accurate": {
-        (64, 64): Row(
-            Config(3, 128, promotion=1, chunk=32, **AHEAD), Config(2, 128, promotion=1, **AHEAD)
-        ),
+        (64, 64): Row(Config(3, 128, promotion=1, chunk=32, **AHEAD), Config(2, 128, promotion=1, **AHEAD)),
         (96, 96): Row(Config(2, 128, promotion=1, **FREE)),
         (128, 128): Row(Config(2, 128, promotion=1, **FREE)),
         (192, 128): Row(Config(2, 128, promotion=1, **FREE)),
         # With overlap only 64 keys fit, which is slower. A dynamic grid spills.
         (192, 192): Row(Config(2, 128, promotion=1, chunk=64, overlap=False)),
-        (256, 256): Row(
-            Config(2, 128, promotion=1, chunk=64, overlap=False), only={False: "fixed", True: "fixed"}
-        ),
+        (256, 256): Row(Config(2, 128, promotion=1, chunk=64, overlap=False), only={False: "fixed", True: "fixed"}),
     },
     "fast": {
         (64, 64): Row(Config(3, 128, **AHEAD)),

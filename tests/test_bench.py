@@ -30,6 +30,7 @@ KEYS = {
     "config", "gpu", "torch", "date", "commit",
 }  # fmt: skip
 VARIANTS = records.RESULTS / "h200" / "variants.jsonl"  # searches, in keys of their own
+FP8_VARIANTS = records.RESULTS / "h200" / "fp8_variants.jsonl"
 VARIANT = re.compile(r"b(?P<hd>\d+)_(?P<dv>\d+)(?P<mask>[cf])_\dx\d+s\dop?[PD]?e?(-\w+)?")
 HOPPER = records.Origin("NVIDIA H200", "2.11.0", "abc", peak_tflops=989.5, cublas_tflops=800.0)
 TINY = NAMED["tiny"]
@@ -142,7 +143,7 @@ def test_the_commit_is_given_or_of_the_environment_or_of_git(monkeypatch):
 
 
 def test_results_in_the_repository_are_records():
-    for path in set(records.RESULTS.rglob("*.jsonl")) - {VARIANTS}:
+    for path in set(records.RESULTS.rglob("*.jsonl")) - {VARIANTS, FP8_VARIANTS}:
         for line in path.read_text().splitlines():
             r = json.loads(line)
             assert set(r) == KEYS | set(records.MORE_FIELDS.get(r["suite"], ())), path
@@ -151,6 +152,16 @@ def test_results_in_the_repository_are_records():
             if r["tflops"] is not None:
                 shape = Shape("", **{name: r[name] for name in records.PROBLEM})
                 assert r["tflops"] == pytest.approx(shape.flops / r["graph_us"] / 1e6, rel=1e-3)
+
+
+def test_the_fp8_searches_in_the_repository():
+    rows = [json.loads(line) for line in FP8_VARIANTS.read_text().splitlines()]
+    assert {r["run"] for r in rows} == set(range(1, 8))
+    places = [(r["run"], r["kernels"], r["shape"], r["name"]) for r in rows]
+    assert len(set(places)) == len(places)
+    for r in rows:
+        assert set(r) - {"problem"} == {"run", "kernels", "shape", "name", "tflops", "commit"}
+        assert r["shape"] in NAMED and 0 < r["tflops"] < 2 * HOPPER.peak_tflops
 
 
 def test_the_searches_in_the_repository_are_named_as_docs_tuning_says():

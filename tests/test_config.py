@@ -23,7 +23,9 @@ def test_config_fits_the_chip(spec, config):
     # Accumulators of S, O and a fresh one, P as an operand, in 32-bit registers, with room for the rest of the loop.
     fresh = (config.chunk or spec.head_dim_v) // 2 if config.promotion else 0
     p = config.tile_n // 8 * spec.element_bytes
-    assert config.tile_n // 2 + spec.head_dim_v // 2 + fresh + p <= consumer - 30
+    s = config.tile_n // 2
+    others = s + fresh + p if config.overlap else max(s, fresh) + p  # in turn: S is gone when P V begins
+    assert spec.head_dim_v // 2 + others <= consumer - 30
 
 
 def test_all_configs_are_distinct_and_cover_every_tile():
@@ -72,15 +74,16 @@ def test_known_choices_of_fp8():
     def choice(tile, causal, seqlen, accumulation="accurate"):
         return config_for(Spec(FP8, *tile, causal, "bfloat16"), seqlen, seqlen, 16, 8, 132, accumulation)
 
-    dynamic = {"persistent": True, "dynamic": True}
+    free = {"pingpong": False}
+    dynamic = {"persistent": True, "dynamic": True, **free}
     assert ACCUMULATIONS[0] == "accurate"
     assert choice((128, 128), False, 4096) == Config(2, 128, promotion=1, **dynamic)
-    assert choice((128, 128), True, 4096) == Config(2, 128, promotion=1, persistent=True)  # the others spill
-    assert choice((64, 64), True, 4096) == Config(3, 96, promotion=1, **dynamic)
-    assert choice((64, 64), True, 512) == Config(2, 128, promotion=1, persistent=True)
-    assert choice((256, 256), False, 4096) == Config(2, 64, promotion=1, chunk=64, **dynamic)
-    assert choice((256, 256), False, 4096, "fast") == Config(2, 128, **dynamic)
-    assert choice((128, 128), False, 64) == Config(2, 128, promotion=1)
+    assert choice((64, 64), True, 4096) == Config(3, 128, promotion=1, chunk=32, prefetch=True, **dynamic)
+    assert choice((64, 64), True, 512) == Config(2, 128, promotion=1, prefetch=True, persistent=True, **free)
+    in_turn = Config(2, 128, promotion=1, chunk=64, overlap=False, persistent=True)
+    assert choice((256, 256), False, 4096) == choice((256, 256), True, 64) == in_turn  # a dynamic grid spills
+    assert choice((256, 256), True, 64, "fast") == Config(2, 128, **dynamic)  # one tile a CTA spills
+    assert choice((128, 128), False, 64) == Config(2, 128, promotion=1, **free)
 
 
 def test_known_choices():

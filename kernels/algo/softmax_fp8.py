@@ -23,8 +23,6 @@ TOP = 8.0  # e is 2^TOP at most: E4M3 ends at 448
 FALL = 32.0  # log2: how far the reference may fall; O and the row sum, which grow by as much, stay in FP32's range
 SMALLEST = 2.0**-60  # stands for a scale of 0, which would make NaN of a masked score
 SPAN_LOG2 = 23  # scores of this magnitude and more, base 2, are shrunk: see shrink_of
-ROUNDER = 1.5 * 2.0**23  # a float as large has no fraction
-EXP2 = (0.999928134628658, 0.6932609761488394, 0.24261013640618195, 0.05517115382445746)  # 2^f, |f| <= 1/2
 EXPONENT, BIAS, MANTISSA_BITS = 0x7F800000, 127, 23  # of a float
 
 
@@ -38,17 +36,6 @@ def shrink_of(R: Float32) -> Float32:
     limit = (BIAS + SPAN_LOG2 - 1) << MANTISSA_BITS
     exponent = cutlass.max(R.bitcast(Int32) & EXPONENT, Int32(limit))
     return (Int32(limit + (BIAS << MANTISSA_BITS) - 2**32) - exponent).bitcast(Float32)
-
-
-def polynomial_exp2(x: Float32) -> Float32:
-    """2^x to 2^-13.7 of itself on the FMA units; 2^-126 below that."""
-    x = cute.arch.fmax(x, Float32(-126.0))
-    shifted = x + ROUNDER  # its low bits: x, rounded
-    f = x - (shifted - ROUNDER)
-    p = Float32(EXP2[-1])
-    for c in EXP2[-2::-1]:
-        p = p * f + c
-    return (p.bitcast(Int32) + (shifted.bitcast(Int32) << MANTISSA_BITS)).bitcast(Float32)
 
 
 class Scales(NamedTuple):
@@ -91,7 +78,6 @@ class BlockScaledSoftmax(NamedTuple):
     scales: Scales
     scale_log2: Float32  # softmax scale * log2(e)
     tile_n: int
-    polynomials: int  # of 8 exponentials, where they are allowed
     keys: KeyScales | None  # of the work tile
     v_max: Float32 | None  # of the work tile's K/V head
     rows: tuple | None  # of the work tile: see begin_tile
@@ -103,10 +89,10 @@ class BlockScaledSoftmax(NamedTuple):
     ahead: cute.Tensor  # (groups, 2) scales of a block to come
 
     @staticmethod
-    def create(scales: Scales, scale_log2: Float32, tile_n: int, polynomials: int) -> "BlockScaledSoftmax":
+    def create(scales: Scales, scale_log2: Float32, tile_n: int) -> "BlockScaledSoftmax":
         state = [cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)]
         ahead = cute.make_rmem_tensor((tile_n // math.gcd(tile_n, SCALE_ROWS), 2), Float32)
-        return BlockScaledSoftmax(scales, scale_log2, tile_n, polynomials, None, None, None, *state, ahead)
+        return BlockScaledSoftmax(scales, scale_log2, tile_n, None, None, None, *state, ahead)
 
     def of_tile(self, tile: WorkTile, head_kv: Int32, row: Int32) -> "BlockScaledSoftmax":
         """With the scales of a work tile; this thread's rows are row and row + 8."""
@@ -146,7 +132,7 @@ class BlockScaledSoftmax(NamedTuple):
         self.exponentiate(acc_S, r, keys, self.refer(acc_S, r, keys, is_first, check_inf))
 
     def refer(self, acc_S: cute.Tensor, r: int, keys: list, is_first: bool, check_inf: bool) -> tuple[list, Float32]:
-        """The reference of row r in a block; gives what its scores are multiplied with, a number a group, and R - TOP."""
+        """The reference of row r in a block; gives what its groups' scores are multiplied with, and R - TOP."""
         factors, top = [], None
         for g, (k_scale, v_log2) in enumerate(keys):
             factors.append(self.q_scale[r] * k_scale)
@@ -169,18 +155,14 @@ class BlockScaledSoftmax(NamedTuple):
             shrink = cutlass.select_(has_key, shrink, Float32(1.0))
         return [factor * shrink for factor in factors], base
 
-    def exponentiate(
-        self, acc_S: cute.Tensor, r: int, keys: list, reference: tuple[list, Float32], polynomials: bool = False
-    ):
-        """Row r of acc_S becomes e, and enters the row's sum. polynomials: some, where every row has seen a key."""
+    def exponentiate(self, acc_S: cute.Tensor, r: int, keys: list, reference: tuple[list, Float32]):
+        """Row r of acc_S becomes e, and enters the row's sum."""
         scales, base = reference
         total = self.row_sum[r] * self.factor[r]
         for g, (_, v_log2) in enumerate(keys):
             offset, sums = base - v_log2, []
-            for n, i in enumerate(self.places(r, g)):
-                x = acc_S[i] * scales[g] - offset
-                is_polynomial = polynomials and n * self.polynomials % 8 < self.polynomials
-                e = polynomial_exp2(x) if is_polynomial else cute.math.exp2(x, fastmath=True)
+            for i in self.places(r, g):
+                e = cute.math.exp2(acc_S[i] * scales[g] - offset, fastmath=True)
                 acc_S[i] = e
                 sums = [sums[1], sums[0] + e] if len(sums) == 2 else [*sums, e]
             total = total + (sums[0] + sums[1]) * cute.math.exp2(-v_log2, fastmath=True)

@@ -48,7 +48,6 @@ class Config:
     pingpong: bool = True  # the warpgroups take turns at the tensor cores
     persistent: bool = False  # one CTA an SM that takes tile after tile; else one CTA a tile
     dynamic: bool = False  # with persistent: the next tile by a counter in global memory, else by a fixed rule
-    polynomials: int = 0  # FP8, with overlap: of 8 exponentials of a thread's first row, those on the FMA units
     prefetch: bool = False  # FP8, with overlap: K and the scales of the next block are awaited amid the exponentials
     rescale_early: bool = False  # with overlap: O is rescaled under the next QK, else among this block's exponentials
     promotion: int = 0  # key blocks whose PV the tensor core sums before it is added to O in FP32: 1, or 0 for all

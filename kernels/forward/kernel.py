@@ -148,9 +148,7 @@ class Forward:
         pv = sm90.make_trivial_tiled_mma(
             dtype, dtype, MAJOR.K, v_major, Float32, (1, 1, 1), (64, c.chunk or spec.head_dim_v), SOURCE.RMEM
         )
-        q_tile = sm90.make_smem_layout_a(
-            LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.warpgroups
-        )
+        q_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.warpgroups)
         o_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim_v), self.dtype_o, c.warpgroups)
         k_tile = sm90.make_smem_layout_b(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.stages)
         v_tile = sm90.make_smem_layout_b(v_layout, (64, spec.head_dim_v, c.tile_n), dtype, c.stages)
@@ -259,7 +257,7 @@ class Forward:
     def softmax(self, scales: Scales | None, scale_log2: Float32) -> Softmax | BlockScaledSoftmax:
         if scales is None:
             return Softmax.create(scale_log2)
-        return BlockScaledSoftmax.create(scales, scale_log2, self.config.tile_n, self.config.polynomials)
+        return BlockScaledSoftmax.create(scales, scale_log2, self.config.tile_n)
 
     def schedule(self) -> Overlapped | Halved | InTurn:
         c = self.config

@@ -2,7 +2,7 @@
 
 Three schedules of the same parts. `InTurn` finishes a block before the next. `Overlapped` issues QK of block i before
 PV of block i - 1, so that the softmax of block i runs under that PV (FlashAttention-3, arXiv 2407.08608, section 3.2).
-`Interleaved` does the same with a PV that is issued a few columns of O at a time.
+`Halved` does the same in FP8, where the matmuls are the shorter part.
 """
 
 from typing import NamedTuple
@@ -86,18 +86,6 @@ class Attention(NamedTuple):
         self.v_ring.release(i)
 
 
-def issue_both(a: Attention, i: Int32) -> cute.Tensor:
-    """QK of block i, and after it PV of block i - 1; gives the scores to come."""
-    a.k_ring.wait_full(i)
-    a.turns.take()
-    acc_S = a.issue_qk(i)
-    a.accumulation.before_pv(a)
-    a.v_ring.wait_full(i - 1)
-    a.accumulation.issue_pv(a, i - 1, 0)
-    a.turns.give()
-    return acc_S
-
-
 class InTurn(NamedTuple):
     """Softmax and matmuls of a warpgroup one after the other."""
 
@@ -142,7 +130,13 @@ class Overlapped(NamedTuple):
     @cute.jit
     def step(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
         keys = a.softmax.of_block(n_block)
-        acc_S = issue_both(a, i)
+        a.k_ring.wait_full(i)
+        a.turns.take()
+        acc_S = a.issue_qk(i)
+        a.accumulation.before_pv(a)
+        a.v_ring.wait_full(i - 1)
+        a.accumulation.issue_pv(a, i - 1, 0)
+        a.turns.give()
         warpgroup.wait_group(1)
         a.k_ring.release(i)
         if cutlass.const_expr(mask is not None):
@@ -162,9 +156,9 @@ class Overlapped(NamedTuple):
 class Halved(NamedTuple):
     """Overlapped, for FP8, where the matmuls are done before the exponentials.
 
-    PV of block i - 1 is awaited in the middle, behind the exponentials of the first row: what follows it runs with those
-    of the second. V of block i is awaited there too. A PV in chunks of O's columns has one chunk under each half, those
-    before under nothing.
+    PV of block i - 1 is awaited in the middle, behind the exponentials of the first row: what follows it runs with
+    those of the second. V of block i is awaited there too. Of a PV in chunks of O's columns the last two run so, each
+    under one row's exponentials; those before are waited for.
     """
 
     prefetch = False
@@ -197,7 +191,7 @@ class Halved(NamedTuple):
             warpgroup.wait_group(0)
             a.accumulation.complete(a, n)
             a.accumulation.issue_pv(a, i - 1, n + 1)
-        a.softmax.exponentiate(acc_S, 0, keys, found[0], polynomials=mask is None)
+        a.softmax.exponentiate(acc_S, 0, keys, found[0])
         # NOTE: its loops keep ptxas from moving the wait for PV up, before the maxima.
         self.prepare(a, i, n_block)
         warpgroup.wait_group(0)
@@ -226,7 +220,7 @@ class Halved(NamedTuple):
 
 
 class Prefetching(Halved):
-    """In the middle stand also the waits for K and the scales of the next block: nothing is left to do before its QK."""
+    """K and the scales of the next block are awaited in the middle too: its QK is issued at once."""
 
     prefetch = True
 
