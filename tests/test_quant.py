@@ -355,8 +355,8 @@ def test_prepared_scales():
     assert (
         found.q_scale is x.q_scale and found.q_rows == 64 and found.kv.is_contiguous() and found.v_max.is_contiguous()
     )
-    assert found.kv[0, 0].tolist() == [[1, -2, 4, 0], [0.25, 0, 1, 0], [0.5, -3, 8, 0]]
-    assert found.kv[0, 1].tolist() == [[3, 0, 1, 0], [3, -1, 2, 0], [3, -2, 4, 0]]
+    assert found.kv[0, 0].tolist() == [[1, -2], [0.25, 0], [0.5, -3]]
+    assert found.kv[0, 1].tolist() == [[3, 0], [3, -1], [3, -2]]
     assert found.v_max[0].tolist() == [4, 6]
     assert prepare(replace(x, q_scale=torch.ones(1, 4, 70))).q_rows == 1
 
@@ -369,23 +369,19 @@ def test_prepared_scales_of_zeros():
     assert found.v_max[0].tolist() == [4, 0]
     assert torch.isfinite(found.kv).all()
     nothing = prepare(quantize_qkv(normal(1, 5, 2, 16), normal(1, 0, 1, 16), normal(1, 0, 1, 16)))
-    assert nothing.kv.shape == (1, 1, 0, 4) and nothing.v_max[0].tolist() == [0]
+    assert nothing.kv.shape == (1, 1, 0, 2) and nothing.v_max[0].tolist() == [0]
 
 
 def test_prepared_scales_that_differ_by_more_than_float32_takes():
     found = prepare(record([[1e-30, 1.0, 1.0]], [[1e-30, 1e30, 1.0]])).kv
-    assert torch.isfinite(found).all() and found[0, 0, 0, :3].tolist() == [SMALLEST, -64, 2.0**64]
+    assert torch.isfinite(found).all() and found[0, 0, 0].tolist() == [SMALLEST, -64]
 
 
 def test_nan_stays_with_its_block():
     x = record([[1.0, math.nan, 2.0], [1.0] * 3], [[math.nan, 4.0, 0.0], [math.nan] * 3])
     found = prepare(x)
     assert found.kv[0, 0, :, 0].isnan().tolist() == [False, True, False]
-    assert (
-        found.kv[0, :, :, 1].isnan().tolist()
-        == found.kv[0, :, :, 2].isnan().tolist()
-        == [[True, False, False], [True] * 3]
-    )
+    assert found.kv[0, :, :, 1].isnan().tolist() == [[True, False, False], [True] * 3]
     assert found.kv[0, 0, 1:, 1].tolist() == [0, 0] and found.v_max[0].tolist() == [4, 0]
 
 
@@ -400,7 +396,7 @@ def test_prepared_scales_of_descales():
     assert torch.equal(found.kv[..., 0], x.k_scale) and torch.equal(found.q_scale, x.q_scale)
     assert torch.equal(found.v_max, one) and torch.equal(moved.v_max, 2 * one)
     on_no_device = {name: value.to("meta") for name, value in vars(x).items() if isinstance(value, torch.Tensor)}
-    assert prepare(replace(x, **on_no_device)).kv.shape == (2, 2, 3, 4)
+    assert prepare(replace(x, **on_no_device)).kv.shape == (2, 2, 3, 2)
 
 
 # Errors
