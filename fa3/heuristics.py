@@ -73,7 +73,7 @@ FP8_ROWS: dict[str, dict[tuple[int, int], Row]] = {
         (128, 128): Row(Config(2, 192, **FREE)),
         (192, 128): Row(Config(2, 160, **FREE)),
         (192, 192): Row(Config(2, 128, **FREE)),
-        (256, 256): Row(Config(2, 128, **FREE), only={True: "dynamic"}),
+        (256, 256): Row(Config(2, 128), only={True: "dynamic"}),
     },
 }
 ACCUMULATIONS = tuple(FP8_ROWS)  # the first is the default

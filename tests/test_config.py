@@ -82,7 +82,8 @@ def test_known_choices_of_fp8():
     assert choice((64, 64), True, 512) == Config(2, 128, promotion=1, prefetch=True, persistent=True, **free)
     in_turn = Config(2, 128, promotion=1, chunk=64, overlap=False, persistent=True)
     assert choice((256, 256), False, 4096) == choice((256, 256), True, 64) == in_turn  # a dynamic grid spills
-    assert choice((256, 256), True, 64, "fast") == Config(2, 128, **dynamic)  # one tile a CTA spills
+    turns = Config(2, 128, persistent=True, dynamic=True)
+    assert choice((256, 256), True, 64, "fast") == turns  # one tile a CTA spills
     assert choice((128, 128), False, 64) == Config(2, 128, promotion=1, **free)
 
 
