@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from bench.machine import Machine, add_arguments, open_machine, run_command
+from bench.machine import Machine, add_arguments, keep_apart, open_machine, run_command
 from bench.measure import deadline
 from bench.peers import FP8, fa3_fp8, fp8_kernel_of, per_head, reason
-from bench.records import RESULTS, append, record
+from bench.records import append, record
 from bench.shapes import Shape
 
 SUITE = "accuracy"
@@ -323,8 +323,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     options = parser()
     args = options.parse_args(argv)
-    if args.device == "cpu" and args.out == RESULTS:
-        options.error("--device cpu is the emulation: give it an --out")
+    keep_apart(options, args, "is the emulation")
     return run(args, open_machine(args.device, args.commit), began)
 
 

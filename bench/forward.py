@@ -9,10 +9,10 @@ import argparse
 import time
 from dataclasses import replace
 
-from bench.machine import Machine, add_arguments, open_machine, run_command, with_cublas
+from bench.machine import Machine, add_arguments, keep_apart, open_machine, run_command, with_cublas
 from bench.measure import Contender, Outcome, Pace, compile_ahead, deadline, jobs_here, measure
 from bench.peers import IMPLS, PEERS, config_of, load, spec_of
-from bench.records import RESULTS, append
+from bench.records import append
 from bench.shapes import NAMED, Shape, select_or_exit
 
 SUITE = "forward"
@@ -44,8 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(argv)
     shapes = select_or_exit(options, [*(["grid"] if args.grid or not args.shapes else []), *(args.shapes or [])])
-    if args.device == "cpu" and args.out == RESULTS:
-        options.error("--device cpu measures nothing worth keeping: give it an --out")
+    keep_apart(options, args, "measures nothing worth keeping")
     return run(args, shapes, open_machine(args.device, args.commit), began)
 
 

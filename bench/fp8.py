@@ -15,10 +15,10 @@ from typing import Any
 
 from bench.check import Check
 from bench.forward import QUICK
-from bench.machine import Machine, add_arguments, open_machine, run_command, with_cublas
+from bench.machine import Machine, add_arguments, keep_apart, open_machine, run_command, with_cublas
 from bench.measure import Contender, Outcome, Pace, compile_ahead, deadline, jobs_here, make_inputs
 from bench.peers import FP8, fa3_fp8, fp8_kernel, fp8_kernel_of, per_head, reason
-from bench.records import RESULTS, append
+from bench.records import append
 from bench.shapes import Shape, select_or_exit
 from fa3.testing.timing import compare
 
@@ -310,8 +310,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(argv)
     shapes = select_or_exit(options, ["grid"] if args.grid else args.shapes)
-    if args.device == "cpu" and args.out == RESULTS:
-        options.error("--device cpu measures nothing worth keeping: give it an --out")
+    keep_apart(options, args, "measures nothing worth keeping")
     return run(args, shapes, open_machine(args.device, args.commit), began)
 
 

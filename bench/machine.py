@@ -67,3 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that every benchmark has."""
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the records (default: bench/results)")
     parser.add_argument("--commit", help="commit for the records where git cannot tell (else $FA3_COMMIT)")
+
+
+def keep_apart(parser: argparse.ArgumentParser, args: argparse.Namespace, what_cpu_does: str) -> None:
+    """Exits where what runs on a CPU would be kept beside the measurements."""
+    if args.device == "cpu" and args.out == RESULTS:
+        parser.error(f"--device cpu {what_cpu_does}: give it an --out")

@@ -48,6 +48,24 @@ class Recorder:
             monkeypatch.setattr(module, "_plans", {})
         return self
 
+    def watch_device(self, monkeypatch) -> list[tuple]:
+        """What is done with torch.cuda.device from here on: (index, calls so far) as it is entered, ("left", calls)."""
+        entered: list[tuple] = []
+        calls = self.calls
+
+        class Guard:
+            def __init__(self, index):
+                self.index = index
+
+            def __enter__(self):
+                entered.append((self.index, len(calls)))
+
+            def __exit__(self, *error):
+                entered.append(("left", len(calls)))
+
+        monkeypatch.setattr(torch.cuda, "device", Guard)
+        return entered
+
 
 def takeable(x: torch.Tensor) -> bool:
     """The contract of the kernel: 16 bytes."""

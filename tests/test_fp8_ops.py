@@ -311,19 +311,7 @@ def test_plans_do_not_pile_up(recorder, monkeypatch):
 
 
 def test_the_device_is_changed_for_the_launch_only_where_it_is_another(recorder, monkeypatch):
-    entered = []
-
-    class Guard:
-        def __init__(self, index):
-            self.index = index
-
-        def __enter__(self):
-            entered.append((self.index, len(recorder.calls)))
-
-        def __exit__(self, *error):
-            entered.append(("left", len(recorder.calls)))
-
-    monkeypatch.setattr(torch.cuda, "device", Guard)
+    entered = recorder.watch_device(monkeypatch)
     x = quantized()
     launch_fp8.forward(x, 0.1, False, "accurate")
     assert entered == []

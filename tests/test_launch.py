@@ -179,19 +179,7 @@ def test_another_chip_is_refused_before_anything_is_loaded(recorder, monkeypatch
 
 
 def test_the_device_is_changed_for_the_launch_only_where_it_is_another(recorder, monkeypatch):
-    entered = []
-
-    class Guard:
-        def __init__(self, index):
-            self.index = index
-
-        def __enter__(self):
-            entered.append((self.index, len(recorder.calls)))
-
-        def __exit__(self, *error):
-            entered.append(("left", len(recorder.calls)))
-
-    monkeypatch.setattr(torch.cuda, "device", Guard)
+    entered = recorder.watch_device(monkeypatch)
     q, k, v = make(Case(), "cpu")
     launch.forward(q, k, v, 0.1, False)
     assert entered == []
