@@ -1,6 +1,6 @@
 """The FP8 forward on CUDA tensors: as launch.py does it for 16 bits, with plans of its own.
 
-A call prepares the scales (a few small operations that wait for nothing), allocates O and LSE, and launches.
+A call allocates O and LSE, prepares the scales (a small kernel), and launches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, float32, int32
+from torch import Tensor, float32
 from torch.cuda import current_device
 
 from fa3.device import chip
@@ -20,7 +20,7 @@ from fa3.problem import MAX_SCALE, check_chip, check_scale, check_sizes, check_t
 from fa3.problem_fp8 import check_quantized, quantized_problem
 from fa3.quant.formats import QuantizedQKV
 from fa3.quant.interface import from_descales
-from fa3.quant.prepare import prepare
+from fa3.quant.launch import prepare
 from fa3.reference import LOG2_E, SMALLEST_SCALE
 from fa3.tma import fitted
 
@@ -81,17 +81,18 @@ def _looks(x: QuantizedQKV) -> tuple[object, ...]:
 
 
 def _run(plan: Plan, x: QuantizedQKV, out: Tensor, lse: Tensor, scale_log2: float) -> None:
-    assert plan.run is not None
-    prepared = prepare(x)
-    scales = (prepared.q_scale, prepared.kv, prepared.v_max, prepared.q_rows)
-    # NOTE: a counter of its own for every call: one that calls share would tie their streams together.
-    tickets = x.q.new_zeros(1, dtype=int32) if plan.is_dynamic else None
-    others = (out, lse, scales, x.v_channel_scale, tickets, scale_log2, plan.num_sms)
+    def launch(q: Tensor, k: Tensor, v: Tensor) -> None:
+        assert plan.run is not None
+        prepared, tickets = prepare(x)
+        scales = (prepared.q_scale, prepared.kv, prepared.v_max, prepared.q_rows)
+        optional = (x.v_channel_scale, tickets if plan.is_dynamic else None)
+        plan.run(q, k, v, out, lse, scales, *optional, scale_log2, plan.num_sms)
+
     try:
-        plan.run(x.q, x.k, x.v, *others)
+        launch(x.q, x.k, x.v)
     except REFUSALS:
         check_quantized(x)
-        plan.run(fitted(x.q), fitted(x.k), fitted(x.v), *others)
+        launch(fitted(x.q), fitted(x.k), fitted(x.v))
 
 
 def _plan(x: QuantizedQKV, softmax_scale: float, causal: bool, accumulation: str) -> Plan:

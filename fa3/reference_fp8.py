@@ -20,7 +20,7 @@ from torch import Tensor
 from fa3 import reference
 from fa3.quant.cast import cast, unpack_v
 from fa3.quant.formats import BLOCK, QuantizedQKV
-from fa3.quant.prepare import SMALLEST, prepare
+from fa3.quant.prepare import SCALE_MIN, prepare
 from fa3.quant.reference import dequantize_qkv
 
 ACCUMULATIONS = ("accurate", "fast")
@@ -76,7 +76,7 @@ class _Operands:
     q: Tensor  # (N, ratio, Sq, D)
     k: Tensor  # (N, Sk, D)
     v: Tensor  # (N, Sk, Dv)
-    q_scale: Tensor  # (N, ratio, Sq): softmax scale * log2(e) * q_scale, at least SMALLEST
+    q_scale: Tensor  # (N, ratio, Sq): softmax scale * log2(e) * q_scale, at least SCALE_MIN
     k_scale: Tensor  # (N, blocks)
     v_log2: Tensor  # (N, blocks): log2(v_scale / v_max)
     v_inverse: Tensor  # (N, blocks): v_max / v_scale
@@ -92,9 +92,9 @@ class _Operands:
         if scales.q_rows != 1:
             q_scale = q_scale.repeat_interleave(scales.q_rows, -1)[..., :seqlen_q]
         scale_log2 = torch.tensor(softmax_scale * reference.LOG2_E, dtype=torch.float32, device=x.q.device)
-        q_scale = (scale_log2 * q_scale).clamp_min(SMALLEST).reshape(q.shape[:3])
-        k_scale, v_log2 = scales.kv.flatten(0, 1).unbind(-1)
-        return _Operands(q, k, v, q_scale, k_scale, v_log2, torch.exp2(-v_log2), scales.v_max.flatten())
+        q_scale = (scale_log2 * q_scale).clamp_min(SCALE_MIN).reshape(q.shape[:3])
+        k_scale, v_log2, v_inverse, _ = scales.kv[:, :, : x.k_scale.shape[-1]].flatten(0, 1).unbind(-1)
+        return _Operands(q, k, v, q_scale, k_scale, v_log2, v_inverse, scales.v_max.flatten())
 
 
 @dataclass

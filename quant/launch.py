@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from fa3.kernels.compile import load
-from fa3.kernels.quantize.config import KEYS, PackSpec, Spec, config_for
+from fa3.kernels.quantize.config import BEYOND, KEYS, PackSpec, ScalesSpec, Spec, config_for
 from fa3.kernels.quantize.config import Rotary as RotarySpec
 
 from . import hadamard, reference
 from .checks import KERNEL_DTYPES
-from .formats import BLOCK, E4M3, GROUP
+from .formats import BLOCK, E4M3, GROUP, QuantizedQKV
+from .prepare import Prepared
 
 ALIGNMENT = 16  # bytes: of a row's first element
 TILES_MAX = 2**31 - 1  # CTAs of a launch
@@ -76,6 +77,18 @@ def pack(v: Tensor) -> Tensor:
         with torch.cuda.device(v.device):
             load(spec, config_for(spec))(aligned(v), packed)
     return packed
+
+
+def prepare(x: QuantizedQKV) -> tuple[Prepared, Tensor]:
+    """prepare.prepare(x) in one launch on the current device, and a counter (1) int32 that it set to 0.
+
+    NOTE: a counter of its own for every call: one that calls share would tie their streams together.
+    """
+    batch, heads, blocks = x.k_scale.shape
+    kv, v_max = x.k_scale.new_empty((batch, heads, blocks + BEYOND, 4)), x.k_scale.new_empty((batch, heads))
+    tickets = x.k_scale.new_empty(1, dtype=torch.int32)
+    load(ScalesSpec(), config_for(ScalesSpec()))(x.k_scale, x.v_scale, kv, v_max, tickets)
+    return Prepared(x.q_scale, x.q_rows, kv, v_max), tickets
 
 
 @functools.cache

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from fa3.kernels.quantize.config import BEYOND, RATIO_LOG2_MIN, SCALE_MIN
 
 from .formats import QuantizedQKV
-
-SMALLEST = 2.0**-60  # least scale of K: 0 would make NaN of a masked score
-# Least lv: row sums, which grow by its inverse and by the fall of a reference, stay in float32's range.
-RATIO_LOG2_MIN = -64.0
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Prepared:
 
     q_scale: Tensor  # (B, H, ceil(Sq / q_rows)) as it came
     q_rows: int  # rows that share a scale of Q
-    kv: Tensor  # (B, Hkv, nb, 2) float32: k_scale, at least SMALLEST; lv = log2(v_scale / v_max)
+    kv: Tensor  # (B, Hkv, nb + BEYOND, 4) float32: k_scale, at least SCALE_MIN; lv = log2(v_scale / v_max); 2^-lv; 1
     v_max: Tensor  # (B, Hkv) float32
 
 
@@ -35,12 +34,13 @@ def prepare(x: QuantizedQKV) -> Prepared:
       the others. A head of zeros has lv = 0 and v_max = 0.
     - NaN stays with its block and does not enter v_max: rows whose tile visits the block become NaN.
     """
-    k_scale = x.k_scale.clamp_min(SMALLEST)
+    k_scale = x.k_scale.clamp_min(SCALE_MIN)
     v_max = _largest(x.v_scale)
     ratio = torch.log2(x.v_scale / v_max[..., None]).clamp_min(RATIO_LOG2_MIN)
-    smallest = torch.where(x.v_scale > 0, ratio, 0.0).amin(-1, keepdim=True) if ratio.shape[-1] else 0.0
+    smallest = torch.where(x.v_scale > 0, ratio, 0.0).nan_to_num(0.0).amin(-1, keepdim=True) if ratio.shape[-1] else 0.0
     lv = torch.where(x.v_scale == 0, smallest, ratio)
-    return Prepared(x.q_scale, x.q_rows, torch.stack((k_scale, lv), -1), v_max)
+    kv = torch.stack((k_scale, lv, torch.exp2(-lv), torch.ones_like(lv)), -1)
+    return Prepared(x.q_scale, x.q_rows, pad(kv, (0, 0, 0, BEYOND), value=1.0), v_max)
 
 
 def _largest(scale: Tensor) -> Tensor:

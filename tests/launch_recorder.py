@@ -6,6 +6,7 @@ import torch
 
 from fa3.device import ASSUMED
 from fa3.kernels.forward.config import Config, Spec
+from fa3.quant.prepare import prepare
 
 
 class Call(NamedTuple):
@@ -46,6 +47,8 @@ class Recorder:
             monkeypatch.setattr(module, "chip", lambda index: ASSUMED)
             monkeypatch.setattr(module, "current_device", lambda: -1)
             monkeypatch.setattr(module, "_plans", {})
+            if hasattr(module, "prepare"):
+                monkeypatch.setattr(module, "prepare", lambda x: (prepare(x), torch.zeros(1, dtype=torch.int32)))
         return self
 
     def watch_device(self, monkeypatch) -> list[tuple]:

@@ -76,9 +76,9 @@ class Cta:
             while running:
                 if draw is not None:
                     draw.shuffle(running)
-                before = self.progress(running)
+                before = [warp.steps for warp in running]
                 left = [warp for warp in running if not warp.run()]
-                stuck = len(left) == len(running) and before == self.progress(running)
+                stuck = before == [warp.steps for warp in left]
                 landing = [load for load in self.late if stuck or draw is None or draw.random() < 0.5]
                 assert landing or not stuck, "all warps wait for ever"
                 self.late = [load for load in self.late if not any(load is other for other in landing)]
@@ -86,7 +86,3 @@ class Cta:
                     barrier.bytes -= self.copy(tensor_map, first, shared, False)
                     barrier.settle()
                 running = left
-
-    @staticmethod
-    def progress(warps: list[Warp]) -> list:
-        return [(warp.pc.tolist(), warp.waits_at, len(warp.groups)) for warp in warps]

@@ -60,6 +60,7 @@ class Warp:
     waits_at: int | None = None  # generation of the named barrier that it waits for
     uncommitted: list = field(default_factory=list)  # WGMMAs
     groups: list = field(default_factory=list)
+    steps: int = 0  # instructions done
 
     def run(self) -> bool:
         """Until it has to wait (False) or ends (True)."""
@@ -87,6 +88,7 @@ class Warp:
             except Exception as error:
                 raise RuntimeError(f"warp {self.index}, instruction {at}: {opcode} {operands}") from error
             self.pc[active] = at + 1
+            self.steps += 1
 
     # operands
 
@@ -178,7 +180,10 @@ class Warp:
         self.put(a[0], bits(np.abs(floats(self.value(a[1])))), mask)
 
     def op_mul(self, a, rest, kind, mask):
-        if rest[0] == "wide" or rest[0] == "hi":
+        if kind == "u16":
+            product = (self.value(a[1]) & 0xFFFF) * (self.value(a[2]) & 0xFFFF)
+            self.put(a[0], product if rest[0] == "wide" else product & 0xFFFF, mask)
+        elif rest[0] == "wide" or rest[0] == "hi":
             x, y = self.value(a[1]), self.value(a[2])
             wide = (signed(x).astype(np.int64) * signed(y)) if kind == "s32" else None
             product = wide.view(np.uint64) if wide is not None else x.astype(np.uint64) * y

@@ -269,4 +269,4 @@ def test_every_kernel_that_is_timed_is_one_that_fa3_chooses():
     for shape in select(["grid"]):
         accurate, fast = (peers.fp8_kernel_of(shape, a, 132) for a in ("accurate", "fast"))
         assert {accurate, fast} <= known and accurate[0] == fast[0]
-        assert accurate[1].promotion == 1 and fast[1].promotion == 0
+        assert accurate[1].promotion == 1 and (fast[1].promotion == 0 or fast == accurate)

@@ -15,7 +15,7 @@ from fa3 import launch, launch_fp8, ops, ops_fp8
 from fa3.device import ASSUMED, named
 from fa3.kernels.forward.config import FP8, Config, Spec
 from fa3.quant import QuantizedQKV, from_descales, quantize_qkv
-from fa3.quant.prepare import prepare
+from fa3.quant.prepare import BEYOND, prepare
 from fa3.testing.inputs import Case, make
 from tests.launch_recorder import Recorder
 
@@ -289,7 +289,7 @@ def test_row_major_tensors_go_the_same_way(recorder):
     x = from_descales(q, k, v)
     assert call.q is q and call.k is k and torch.equal(bits(call.v), bits(x.v))
     assert out.dtype == torch.bfloat16 and call.scale_log2 == pytest.approx(64**-0.5 * math.log2(math.e))
-    assert (call.scales[0] == 1).all() and (call.scales[1] == torch.tensor([1.0, 0])).all()
+    assert (call.scales[0] == 1).all() and (call.scales[1][:, :, :-BEYOND] == torch.tensor([1.0, 0, 1, 1])).all()
     assert launch._plans == {}
     with pytest.raises(TypeError, match="one dtype"):
         launch.forward(q, k, v.half(), None, True)

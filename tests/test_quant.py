@@ -31,7 +31,7 @@ from fa3.quant.formats import (
     Granularity,
     QuantizedQKV,
 )
-from fa3.quant.prepare import SMALLEST, prepare
+from fa3.quant.prepare import BEYOND, SCALE_MIN, prepare
 from fa3.quant.reference import Rotary, dequantize_qkv, from_descales, quantize_qkv
 
 GRANULARITIES = (PER_TENSOR, PER_HEAD, PER_BLOCK, PER_ROW, PER_CHANNEL, Granularity("block", 48))
@@ -355,8 +355,9 @@ def test_prepared_scales():
     assert (
         found.q_scale is x.q_scale and found.q_rows == 64 and found.kv.is_contiguous() and found.v_max.is_contiguous()
     )
-    assert found.kv[0, 0].tolist() == [[1, -2], [0.25, 0], [0.5, -3]]
-    assert found.kv[0, 1].tolist() == [[3, 0], [3, -1], [3, -2]]
+    assert found.kv[0, 0, :3].tolist() == [[1, -2, 4, 1], [0.25, 0, 1, 1], [0.5, -3, 8, 1]]
+    assert found.kv[0, 1, :3].tolist() == [[3, 0, 1, 1], [3, -1, 2, 1], [3, -2, 4, 1]]
+    assert found.kv.shape[2] == 3 + BEYOND and (found.kv[:, :, 3:] == 1).all()
     assert found.v_max[0].tolist() == [4, 6]
     assert prepare(replace(x, q_scale=torch.ones(1, 4, 70))).q_rows == 1
 
@@ -364,25 +365,25 @@ def test_prepared_scales():
 def test_prepared_scales_of_zeros():
     x = record([[0.0, 2.0, 0.0], [0.0] * 3], [[0.0, 4.0, 1.0], [0.0] * 3])
     found = prepare(x)
-    assert found.kv[0, 0, :, 0].tolist() == [SMALLEST, 2, SMALLEST] and (found.kv[0, 1, :, 0] == SMALLEST).all()
-    assert found.kv[0, 0, :, 1].tolist() == [-2, 0, -2] and (found.kv[0, 1, :, 1] == 0).all()
+    assert found.kv[0, 0, :3, 0].tolist() == [SCALE_MIN, 2, SCALE_MIN] and (found.kv[0, 1, :3, 0] == SCALE_MIN).all()
+    assert found.kv[0, 0, :3, 1].tolist() == [-2, 0, -2] and (found.kv[0, 1, :3, 1] == 0).all()
     assert found.v_max[0].tolist() == [4, 0]
     assert torch.isfinite(found.kv).all()
     nothing = prepare(quantize_qkv(normal(1, 5, 2, 16), normal(1, 0, 1, 16), normal(1, 0, 1, 16)))
-    assert nothing.kv.shape == (1, 1, 0, 2) and nothing.v_max[0].tolist() == [0]
+    assert nothing.kv.shape == (1, 1, BEYOND, 4) and nothing.v_max[0].tolist() == [0]
 
 
 def test_prepared_scales_that_differ_by_more_than_float32_takes():
     found = prepare(record([[1e-30, 1.0, 1.0]], [[1e-30, 1e30, 1.0]])).kv
-    assert torch.isfinite(found).all() and found[0, 0, 0].tolist() == [SMALLEST, -64]
+    assert torch.isfinite(found).all() and found[0, 0, 0].tolist() == [SCALE_MIN, -64, 2.0**64, 1]
 
 
 def test_nan_stays_with_its_block():
     x = record([[1.0, math.nan, 2.0], [1.0] * 3], [[math.nan, 4.0, 0.0], [math.nan] * 3])
     found = prepare(x)
-    assert found.kv[0, 0, :, 0].isnan().tolist() == [False, True, False]
-    assert found.kv[0, :, :, 1].isnan().tolist() == [[True, False, False], [True] * 3]
-    assert found.kv[0, 0, 1:, 1].tolist() == [0, 0] and found.v_max[0].tolist() == [4, 0]
+    assert found.kv[0, 0, :3, 0].isnan().tolist() == [False, True, False]
+    assert found.kv[0, :, :3, 1].isnan().tolist() == [[True, False, False], [True] * 3]
+    assert found.kv[0, 0, 1:3, 1].tolist() == [0, 0] and found.v_max[0].tolist() == [4, 0]
 
 
 def test_prepared_scales_of_descales():
@@ -392,11 +393,11 @@ def test_prepared_scales_of_descales():
     x, twice = (from_descales(q, k, k, one, one, by * one) for by in (1, 2))
     assert x.k_scale.stride(-1) == 0
     found, moved = prepare(x), prepare(twice)
-    assert found.kv.is_contiguous() and torch.equal(found.kv, moved.kv) and (found.kv[..., 1] == 0).all()
-    assert torch.equal(found.kv[..., 0], x.k_scale) and torch.equal(found.q_scale, x.q_scale)
+    assert found.kv.is_contiguous() and torch.equal(found.kv, moved.kv) and (found.kv[:, :, :3, 1] == 0).all()
+    assert torch.equal(found.kv[:, :, :3, 0], x.k_scale) and torch.equal(found.q_scale, x.q_scale)
     assert torch.equal(found.v_max, one) and torch.equal(moved.v_max, 2 * one)
     on_no_device = {name: value.to("meta") for name, value in vars(x).items() if isinstance(value, torch.Tensor)}
-    assert prepare(replace(x, **on_no_device)).kv.shape == (2, 2, 3, 2)
+    assert prepare(replace(x, **on_no_device)).kv.shape == (2, 2, 3 + BEYOND, 4)
 
 
 # Errors

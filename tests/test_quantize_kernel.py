@@ -14,7 +14,7 @@ import torch
 from fa3.kernels import compile, sass
 from fa3.kernels.forward.config import SHARED_BYTES
 from fa3.kernels.quantize import config, hadamard, qk, scale, v
-from fa3.kernels.quantize.config import KEYS, THREADS, Config, PackSpec, Rotary, Spec, config_for
+from fa3.kernels.quantize.config import KEYS, THREADS, Config, PackSpec, Rotary, ScalesSpec, Spec, config_for
 from fa3.quant import cast, formats
 from fa3.quant import hadamard as reference
 
@@ -80,6 +80,12 @@ def test_every_kernel(account, case):
     assert found.count("SHFL") <= 2 * groups + 2 * (spec.q_rows == 1) + sums, "the rotation needs no shuffles"
     unpacked = found.count("F2FP.F16.E4M3.UNPACK_B")
     assert 4 * groups * spec.rotate <= unpacked <= 5 * groups * spec.rotate, "codes are read once, but for a few"
+
+
+def test_the_kernel_of_the_scales():
+    _, found = look(ScalesSpec())
+    assert not found.spills and found.stack_bytes == 0 and found.warnings == () and found.registers <= 64
+    assert found.opcodes["STG.E.128"] == 1, "a block's record is one store"
 
 
 def v_dim(spec) -> int:

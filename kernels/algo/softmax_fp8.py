@@ -42,7 +42,9 @@ class Scales(NamedTuple):
     """Of Q, K and V, as the kernel is given them."""
 
     mQ: cute.Tensor  # (b, h, ceil(sq / q_rows)) float32
-    mKV: cute.Tensor  # (b, h_kv, ceil(sk / 64), 2) float32: k_scale, log2(v_scale / v_max)
+    # (b, h_kv, blocks, 4) float32: k_scale, log2(v_scale / v_max), v_max / v_scale of 64 keys each; with as many blocks
+    # past the last as a tile may reach
+    mKV: cute.Tensor
     mVMax: cute.Tensor  # (b, h_kv) float32: the largest scale of V in a head
     q_rows: Int32  # rows of Q that share a scale
 
@@ -50,7 +52,7 @@ class Scales(NamedTuple):
 class KeyScales(NamedTuple):
     """The scales of the keys of one K/V head, in groups of columns of a block that share them."""
 
-    mKV: cute.Tensor  # (blocks of 64, 2): see Scales
+    mKV: cute.Tensor  # (blocks of 64, 4): see Scales
     tile_n: int
 
     @property
@@ -58,14 +60,21 @@ class KeyScales(NamedTuple):
         """Columns of a group: a block of keys may begin in the middle of a scale's rows."""
         return math.gcd(self.tile_n, SCALE_ROWS)
 
-    def of_block(self, n_block: Int32) -> list[tuple[Float32, Float32]]:
-        """(scale of K, log2 of V's) of every group. The last block may pass the end of the keys."""
-        found = []
+    @property
+    def groups(self) -> int:
+        return self.tile_n // self.group
+
+    def of_block(self, n_block: Int32) -> list[tuple[Float32, ...]]:
+        """(scale of K, log2 of V's, V's inverse) of every group."""
+        found, whole = [], self.tile_n % SCALE_ROWS == 0
         for first in range(0, self.tile_n, self.group):
-            i = cutlass.min((n_block * self.tile_n + first) // SCALE_ROWS, self.mKV.shape[0] - 1)
-            pair = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(self.mKV[i, None], pair)
-            found.append((pair[0], pair[1]))
+            if whole:  # the same number without a division
+                block = n_block * (self.tile_n // SCALE_ROWS) + first // SCALE_ROWS
+            else:
+                block = (n_block * self.tile_n + first) // SCALE_ROWS
+            record = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(self.mKV[block, None], record)
+            found.append((record[0], record[1], record[2]))
         return found
 
 
@@ -86,12 +95,12 @@ class BlockScaledSoftmax(NamedTuple):
     highest: cute.Tensor  # (2) largest R so far
     row_sum: cute.Tensor  # (2) this thread's part, in units of 2^(R - TOP)
     factor: cute.Tensor  # (2) what O must be multiplied with before it takes the block
-    ahead: cute.Tensor  # (groups, 2) scales of a block to come
+    ahead: cute.Tensor  # (groups, 3) scales of a block to come
 
     @staticmethod
     def create(scales: Scales, scale_log2: Float32, tile_n: int) -> "BlockScaledSoftmax":
         state = [cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)]
-        ahead = cute.make_rmem_tensor((tile_n // math.gcd(tile_n, SCALE_ROWS), 2), Float32)
+        ahead = cute.make_rmem_tensor((tile_n // math.gcd(tile_n, SCALE_ROWS), 3), Float32)
         return BlockScaledSoftmax(scales, scale_log2, tile_n, None, None, None, *state, ahead)
 
     def of_tile(self, tile: WorkTile, head_kv: Int32, row: Int32) -> "BlockScaledSoftmax":
@@ -115,30 +124,36 @@ class BlockScaledSoftmax(NamedTuple):
         self.highest.fill(-Float32.inf)
         self.row_sum.fill(0.0)
 
-    def of_block(self, n_block: Int32) -> list[tuple[Float32, Float32]]:
+    def of_block(self, n_block: Int32) -> list[tuple[Float32, ...]]:
         """The scales of a key block, for the methods below. It reads memory: ask long before the scores are there."""
         return self.keys.of_block(n_block)
 
     def fetch(self, n_block: Int32):
         """Read the scales of a block ahead, into registers."""
-        for g, pair in enumerate(self.keys.of_block(n_block)):
-            self.ahead[g, 0], self.ahead[g, 1] = pair
+        for g, scales in enumerate(self.keys.of_block(n_block)):
+            for i, scale in enumerate(scales):
+                self.ahead[g, i] = scale
 
-    def fetched(self) -> list[tuple[Float32, Float32]]:
-        return [(self.ahead[g, 0], self.ahead[g, 1]) for g in range(cute.size(self.ahead) // 2)]
+    def fetched(self) -> list[tuple[Float32, ...]]:
+        groups, numbers = self.ahead.shape
+        return [tuple(self.ahead[g, i] for i in range(numbers)) for g in range(groups)]
 
     def update_row(self, acc_S: cute.Tensor, r: int, keys: list, is_first: bool, check_inf: bool):
         """Row r of acc_S becomes e, unrounded. check_inf: the block may hide every key of a row."""
-        self.exponentiate(acc_S, r, keys, self.refer(acc_S, r, keys, is_first, check_inf))
+        self.exponentiate(acc_S, r, keys, self.refer(r, self.largest(acc_S, r), keys, is_first, check_inf))
 
-    def refer(self, acc_S: cute.Tensor, r: int, keys: list, is_first: bool, check_inf: bool) -> tuple[list, Float32]:
+    def largest(self, acc_S: cute.Tensor, r: int) -> list[Float32]:
+        """This thread's largest score of row r in every group."""
+        return [fold(cute.arch.fmax, [acc_S[i] for i in self.places(r, g)]) for g in range(self.keys.groups)]
+
+    def refer(self, r: int, largest: list, keys: list, is_first: bool, check_inf: bool) -> tuple[list, Float32]:
         """The reference of row r in a block; gives what its groups' scores are multiplied with, and R - TOP."""
         factors, top = [], None
-        for g, (k_scale, v_log2) in enumerate(keys):
-            factors.append(self.q_scale[r] * k_scale)
-            largest = fold(cute.arch.fmax, [acc_S[i] for i in self.places(r, g)])
+        for score, (k_scale, v_log2, _) in zip(largest, keys, strict=True):
+            factor = self.q_scale[r] * k_scale
+            factors.append(factor)
             # NOTE: rounded up, so that no e passes 2^TOP, however large the scores.
-            y = fma_up(largest, factors[g], v_log2)
+            y = fma_up(score, factor, v_log2)
             top = y if top is None else cute.arch.fmax(top, y)
         R = quad(cute.arch.fmax, top)
         if not is_first:
@@ -155,17 +170,19 @@ class BlockScaledSoftmax(NamedTuple):
             shrink = cutlass.select_(has_key, shrink, Float32(1.0))
         return [factor * shrink for factor in factors], base
 
-    def exponentiate(self, acc_S: cute.Tensor, r: int, keys: list, reference: tuple[list, Float32]):
-        """Row r of acc_S becomes e, and enters the row's sum."""
+    def exponentiate(self, acc_S: cute.Tensor, r: int, keys: list, reference: tuple[list, Float32], groups=None):
+        """Row r of acc_S becomes e, and enters the row's sum. groups: whose columns; those of group 0 come first."""
         scales, base = reference
-        total = self.row_sum[r] * self.factor[r]
-        for g, (_, v_log2) in enumerate(keys):
+        groups = range(len(keys)) if groups is None else groups
+        total = self.row_sum[r] * self.factor[r] if 0 in groups else self.row_sum[r]
+        for g in groups:
+            _, v_log2, v_inverse = keys[g]
             offset, sums = base - v_log2, []
             for i in self.places(r, g):
                 e = cute.math.exp2(acc_S[i] * scales[g] - offset, fastmath=True)
                 acc_S[i] = e
                 sums = [sums[1], sums[0] + e] if len(sums) == 2 else [*sums, e]
-            total = total + (sums[0] + sums[1]) * cute.math.exp2(-v_log2, fastmath=True)
+            total = total + (sums[0] + sums[1]) * v_inverse
         self.row_sum[r] = total
 
     def places(self, r: int, g: int) -> list[int]:

@@ -52,6 +52,12 @@ class Promoted(NamedTuple):
         fresh = cute.make_rmem_tensor(pv.partition_shape_C((64, columns)), Float32)
         return cls(fresh, cute.make_rmem_tensor(ROWS, Float32))
 
+    def at(self, place: cute.Tensor) -> "Promoted":
+        """With the registers of an accumulator that is free, where they are as many."""
+        if cute.size(place) != cute.size(self.fresh):
+            return self
+        return self._replace(fresh=cute.make_tensor(place.iterator, self.fresh.layout))
+
     def round_p(self, a, acc_S: cute.Tensor):
         a.round_p(acc_S, lambda k: self.add(a.acc_O, *share(a.acc_O, k, a.steps)))
 

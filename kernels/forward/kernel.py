@@ -35,6 +35,7 @@ from ..algo.scheduler import Dynamic, Folded, Grid, InOrder, LongestFirst, OneTi
 from ..algo.seqlen import DenseSeqlen, Lengths
 from ..algo.softmax import Softmax
 from ..algo.softmax_fp8 import BlockScaledSoftmax, Scales
+from ..prims.ptx import late
 from ..prims.ring import Ring
 from ..prims.tma import Operand, operand
 from ..prims.turns import NoTurns, Turns
@@ -43,7 +44,7 @@ from .accumulate import AmongExponentials, Promoted, PromotedAtOnce, UnderQK
 from .config import Config, Spec
 from .epilogue import Apart, OutputTile, OverQ, OverV, scale_columns, store_lse
 from .load import DenseKV, QuerySource, load_kv
-from .mma import Attention, Halved, InTurn, Overlapped, Prefetching, attend
+from .mma import Alternating, Attention, Halved, InTurn, Overlapped, Prefetching
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
@@ -95,20 +96,26 @@ class Consumer(NamedTuple):
         a, mask, first = self.of(tile)
         self.q_ring.wait_full(tile.nth)
         a.softmax.begin_tile()
-        attend(self.schedule, a, mask, blocks, tile.base)
+        self.schedule.attend(a, mask, blocks, tile.base)
         self.close(tile, blocks, a, mask, first)
 
     def of(self, tile: WorkTile) -> tuple[Attention, Mask, Int32]:
         """What belongs to a work tile, and this warpgroup's first row."""
-        c, thread = self.config, self.thread
         first = self.row(tile) + 64 * self.warpgroup
-        row, column = first + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
-        softmax = self.attention.softmax.of_tile(tile, self.heads.kv_head(tile.head), row)
-        mask = Mask(row, column, self.seqlen.of(tile.batch), c.tile_n, self.spec.causal)
+        mask = self.mask(tile, first, self.thread)
+        softmax = self.attention.softmax.of_tile(tile, self.heads.kv_head(tile.head), mask.row)
         return self.attention._replace(softmax=softmax), mask, first
+
+    def mask(self, tile: WorkTile, first: Int32, thread: Int32) -> Mask:
+        row, column = first + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+        return Mask(row, column, self.seqlen.of(tile.batch), self.config.tile_n, self.spec.causal)
 
     def close(self, tile: WorkTile, blocks: Blocks, a: Attention, mask: Mask, first: Int32):
         """The last PV of a tile, and its O."""
+        thread = self.thread
+        if self.spec.is_fp8:  # registers are short
+            thread = late(thread)
+            mask = self.mask(tile, first, thread)
         self.output.place.before_last_values(tile)
         self.schedule.last(a, tile.base + blocks.count - 1)
         inverse, lse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
@@ -117,7 +124,7 @@ class Consumer(NamedTuple):
         if self.spec.v_channel_scale:
             head_kv = self.heads.kv_head(tile.head)
             scale_columns(a.acc_O, self.v_channel[tile.batch, head_kv, None], mask.column)
-        self.output.store(a.acc_O, a.pv, self.seqlen, tile, first, self.thread, tile.base + blocks.count)
+        self.output.store(a.acc_O, a.pv, self.seqlen, tile, first, thread, tile.base + blocks.count)
         store_lse(lse, self.mLSE[tile.batch, tile.head, None], mask.row, mask.column)
 
 
@@ -265,6 +272,8 @@ class Forward:
             return InTurn()
         if not self.spec.is_fp8:
             return Overlapped()
+        if c.alternate:
+            return Alternating()
         return Prefetching() if c.prefetch else Halved()
 
     def accumulation(self, pv: cute.TiledMma) -> AmongExponentials | UnderQK | Promoted:
@@ -316,8 +325,8 @@ def signature(spec: Spec, config: Config) -> tuple:
     o = tensor((batch, seqlen_q, heads, head_dim_v), DTYPES[spec.dtype_o or spec.dtype], 8)
     lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
     lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), lse_strides, assumed_align=4)
-    kv_strides = (cute.sym_int64(divisibility=2), cute.sym_int64(divisibility=2), 2, 1)
-    kv_scales = make_fake_tensor(Float32, (batch, heads_kv, cute.sym_int(), 2), kv_strides, assumed_align=8)
+    kv_strides = (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 4, 1)
+    kv_scales = make_fake_tensor(Float32, (batch, heads_kv, cute.sym_int(), 4), kv_strides, assumed_align=16)
     scales = Scales(floats(batch, heads, cute.sym_int()), kv_scales, floats(batch, heads_kv), Int32(1))
     v_channel = floats(batch, heads_kv, head_dim_v) if spec.v_channel_scale else None
     tickets = make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if config.dynamic else None

@@ -37,8 +37,12 @@ class Attention(NamedTuple):
     tile_n: int
     steps: int  # of PV in a block: the keys of a WGMMA each
 
-    def issue_qk(self, i) -> cute.Tensor:
-        acc_S = cute.make_rmem_tensor(self.qk.partition_shape_C((64, self.tile_n)), Float32)
+    def scores(self) -> cute.Tensor:
+        return cute.make_rmem_tensor(self.qk.partition_shape_C((64, self.tile_n)), Float32)
+
+    def issue_qk(self, i, acc_S: cute.Tensor | None = None) -> cute.Tensor:
+        """acc_S: where the scores go; else they get registers of their own."""
+        acc_S = self.scores() if acc_S is None else acc_S
         issue(self.qk, acc_S, self.rQ, self.rK[None, None, None, self.k_ring.stage(i)], False)
         return acc_S
 
@@ -86,8 +90,22 @@ class Attention(NamedTuple):
         self.v_ring.release(i)
 
 
+@cute.jit
+def attend(schedule: cutlass.Constexpr, a: cutlass.Constexpr, mask: cutlass.Constexpr, blocks: Blocks, base: Int32):
+    """All key blocks of one query tile, at ring positions base..; the PV of the last one is left to schedule.last."""
+    a.acc_O.fill(0.0)
+    a.softmax.reset()
+    schedule.first(a, base, blocks.n_block(0), mask)
+    for i in cutlass.range(1, blocks.masked, unroll=1):
+        schedule.step(a, base + i, blocks.n_block(i), mask)
+    for i in cutlass.range(blocks.masked, blocks.count, unroll=1):
+        schedule.step(a, base + i, blocks.n_block(i), None)
+
+
 class InTurn(NamedTuple):
     """Softmax and matmuls of a warpgroup one after the other."""
+
+    attend = attend
 
     def first(self, a: Attention, i: Int32, n_block: Int32, mask):
         self.block(a, i, n_block, mask, is_first=True)
@@ -116,6 +134,8 @@ class InTurn(NamedTuple):
 
 class Overlapped(NamedTuple):
     """Softmax of block i under PV of block i - 1."""
+
+    attend = attend
 
     def first(self, a: Attention, i: Int32, n_block: Int32, mask):
         keys = a.softmax.of_block(n_block)
@@ -161,6 +181,7 @@ class Halved(NamedTuple):
     under one row's exponentials; those before are waited for.
     """
 
+    attend = attend
     prefetch = False
     last = Overlapped.last
 
@@ -186,7 +207,7 @@ class Halved(NamedTuple):
         a.k_ring.release(i)
         if cutlass.const_expr(mask is not None):
             mask.apply(acc_S, n_block)
-        found = [a.softmax.refer(acc_S, r, keys, False, mask is not None) for r in range(ROWS)]
+        found = [a.softmax.refer(r, a.softmax.largest(acc_S, r), keys, False, mask is not None) for r in range(ROWS)]
         for n in cutlass.range_constexpr(chunks - ROWS):
             warpgroup.wait_group(0)
             a.accumulation.complete(a, n)
@@ -225,13 +246,74 @@ class Prefetching(Halved):
     prefetch = True
 
 
-@cute.jit
-def attend(schedule: cutlass.Constexpr, a: cutlass.Constexpr, mask: cutlass.Constexpr, blocks: Blocks, base: Int32):
-    """All key blocks of one query tile, at ring positions base..; the PV of the last one is left to schedule.last."""
-    a.acc_O.fill(0.0)
-    a.softmax.reset()
-    schedule.first(a, base, blocks.n_block(0), mask)
-    for i in cutlass.range(1, blocks.masked, unroll=1):
-        schedule.step(a, base + i, blocks.n_block(i), mask)
-    for i in cutlass.range(blocks.masked, blocks.count, unroll=1):
-        schedule.step(a, base + i, blocks.n_block(i), None)
+class Alternating(NamedTuple):
+    """QK one block ahead, for FP8: no warp waits for its scores.
+
+    QK of block i + 1 is issued before the exponentials of block i, and its largest scores are found among the last of
+    them. PV of block i - 1 runs before, while the maxima are shared. QK of block i + 1 goes to the registers where that
+    PV was: scores and fresh sums take turns in two sets, and so the loop takes two blocks a turn.
+    """
+
+    last = Overlapped.last
+
+    @cute.jit
+    def attend(self, a: cutlass.Constexpr, mask: cutlass.Constexpr, blocks: Blocks, base: Int32):
+        a.acc_O.fill(0.0)
+        a.softmax.reset()
+        one, other = a.scores(), a.scores()
+        largest = cute.make_rmem_tensor((ROWS, a.softmax.keys.groups), Float32)
+        a.k_ring.wait_full(base)
+        a.issue_qk(base, one)
+        a.softmax.fetch(blocks.n_block(0))
+        warpgroup.wait_group(0)
+        mask.apply(one, blocks.n_block(0))
+        self.find(a, one, largest)
+        self.step(a, base, blocks.n_block(0), mask, one, other, largest, is_first=True)
+        one.store(other.load())
+        paired = blocks.masked + (blocks.count - blocks.masked) % 2
+        for i in cutlass.range(1, paired, unroll=1):
+            self.step(a, base + i, blocks.n_block(i), mask, one, other, largest)
+            one.store(other.load())
+        for i in cutlass.range(paired, blocks.count, 2, unroll=1):
+            self.step(a, base + i, blocks.n_block(i), None, one, other, largest)
+            self.step(a, base + i + 1, blocks.n_block(i + 1), None, other, one, largest)
+
+    def step(self, a: Attention, i, n_block, mask, acc_S: cute.Tensor, other: cute.Tensor, largest, is_first=False):
+        """Block i, of scores acc_S, up to its P. The scores of block i + 1 come to `other`, their largest to `largest`.
+
+        In the last block QK reads a block again, and nobody its scores.
+        """
+        keys, groups, more = a.softmax.fetched(), a.softmax.keys.groups, cutlass.min(n_block, 1)
+        accumulation = a.accumulation.at(other)
+        accumulation.before_pv(a)
+        if not is_first:
+            accumulation.issue_pv(a, i - 1, 0)
+        found = []
+        for r in range(ROWS):
+            tops = [largest[r, g] for g in range(groups)]
+            found.append(a.softmax.refer(r, tops, keys, is_first, mask is not None))
+        # NOTE: K of block i is released after this wait, so that in the last block the barrier is still at its phase.
+        a.k_ring.wait_full(i + more)
+        warpgroup.wait_group(0)
+        a.k_ring.release(i)
+        if not is_first:
+            a.v_ring.release(i - 1)
+            accumulation.complete(a, 0)
+        a.issue_qk(i + more, other)
+        a.softmax.fetch(n_block - more)
+        parts = [(r, half) for half in (range(groups // 2), range(groups // 2, groups)) for r in range(ROWS)]
+        for r, half in parts[:-1]:
+            a.softmax.exponentiate(acc_S, r, keys, found[r], half)
+        a.v_ring.wait_full(i)
+        warpgroup.wait_group(0)
+        if mask is not None:
+            mask.apply(other, n_block - more)
+        r, half = parts[-1]
+        a.softmax.exponentiate(acc_S, r, keys, found[r], half)
+        a.round_p(acc_S)
+        self.find(a, other, largest)
+
+    def find(self, a: Attention, acc_S: cute.Tensor, largest: cute.Tensor):
+        for r in range(ROWS):
+            for g, score in enumerate(a.softmax.largest(acc_S, r)):
+                largest[r, g] = score

@@ -8,14 +8,14 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 PACKED = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
 
 
-def asm(result, operands: list, instructions: str, constraints: str, loc, ip):
-    """Instructions without side effects, as a value of type `result`."""
+def asm(result, operands: list, instructions: str, constraints: str, loc, ip, stays: bool = False):
+    """Instructions without side effects, as a value of type `result`. stays: LLVM may not move them."""
     return llvm.inline_asm(
         result,
         [x.ir_value(loc=loc, ip=ip) for x in operands],
         instructions,
         constraints,
-        has_side_effects=False,
+        has_side_effects=stays,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
@@ -36,3 +36,9 @@ def fma_up(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     """fma.rp.f32: a * b + c rounded up."""
     operands = [Float32(a), Float32(b), Float32(c)]
     return Float32(asm(T.f32(), operands, "fma.rp.f32 $0, $1, $2, $3;", "=f,f,f,f", loc, ip))
+
+
+@dsl_user_op
+def late(x: Int32, *, loc=None, ip=None) -> Int32:
+    """x. What follows from it is computed behind this place, not ahead of the loops, and takes no registers there."""
+    return Int32(asm(T.i32(), [Int32(x)], "mov.b32 $0, $1;", "=r,r", loc, ip, stays=True))

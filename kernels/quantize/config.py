@@ -1,4 +1,4 @@
-"""What the quantise kernels are given (Spec, PackSpec) and what was chosen for them (Config).
+"""What the quantise kernels are given (Spec, PackSpec, ScalesSpec) and what was chosen for them (Config).
 
 Plain frozen records: importing this module imports no compiler, so a kernel on disk is found without one.
 """
@@ -15,6 +15,12 @@ THREADS = 32 * WARPS
 WARP_WORDS = 3  # in which warps leave each other a maximum and two sums
 LANES = 4  # that share a row of Q or K
 CHUNK = 8  # values of a 16-bit type that one load of 16 bytes brings
+SCALE_THREADS = 512  # of a CTA that prepares a head's scales
+SCALE_MIN = 2.0**-60  # least scale of K that the forward is given: 0 would make NaN of a masked score
+# Least log2 of a scale of V over the largest: row sums, which grow by its inverse and by the fall of a reference, stay
+# in float32's range.
+RATIO_LOG2_MIN = -64.0
+BEYOND = 3  # scales past the last block's, that change nothing: a tile of up to 256 keys may reach so far
 SM_BYTES, RESERVED_BYTES = 233472, 1024  # shared memory of an SM of sm_90, and what the system takes of it a CTA
 HEAD_DIM_STEP, HEAD_DIM_MAX = 16, 256
 ROTARY_STEP = 16  # both halves of a rotary pair are whole chunks
@@ -53,6 +59,13 @@ class PackSpec:
 
 
 @dataclass(frozen=True)
+class ScalesSpec:
+    """The scales of K and V, from the blocks' own to what the forward reads."""
+
+    entry: ClassVar[str] = "fa3.kernels.quantize.scales"
+
+
+@dataclass(frozen=True)
 class Config:
     ctas: int  # of an SM at the same time, which caps the registers of a thread
 
@@ -69,8 +82,10 @@ class Config:
         return min(100, -(-100 * self.ctas * (self.shared_bytes(spec) + RESERVED_BYTES) // SM_BYTES))
 
 
-def config_for(spec: Spec | PackSpec) -> Config:
+def config_for(spec: Spec | PackSpec | ScalesSpec) -> Config:
     """As many CTAs as registers allow without spilling: bytes in flight are what counts."""
+    if isinstance(spec, ScalesSpec):
+        return Config(1)
     if isinstance(spec, PackSpec):
         return Config(8 if spec.head_dim_v <= 128 else 4)
     widest = max(spec.head_dim, spec.head_dim_v)

@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-from fa3.quant import cast, reference
+from fa3.quant import cast, launch, reference
 from fa3.quant.formats import BLOCK, E4M3, Granularity, QuantizedQKV
 from fa3.quant.interface import pack_v, quantize_qkv
+from fa3.quant.prepare import prepare as specification
 
 pytestmark = pytest.mark.gpu
 
@@ -271,3 +272,46 @@ def test_offsets_beyond_32_bits():
     x = memory.as_strided((1, 200, 2, 128), (0, 128, 1 << 31, 1))
     x.copy_(draw(x.shape))
     assert_equal(quantize_qkv(x, x, x, rotate=False), reference.quantize_qkv(x, x, x, rotate=False))
+
+
+def scales(blocks, seed=0):
+    """Of K and V, (2, 3, blocks): sizes far apart, zeros, what is not finite; a head of zeros, and one of NaN."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    k, v = (torch.randn(2, 3, blocks, device=DEVICE, generator=generator).mul(12).exp2() for _ in range(2))
+    for x in (k, v):
+        drawn = torch.rand(x.shape, device=DEVICE, generator=generator)
+        x[drawn < 0.1] = 0
+        x[(drawn > 0.1) & (drawn < 0.13)] = math.nan
+    v[0, 1], v[1, 2] = 0, math.nan
+    v[0, 2, -1:] = math.inf
+    return k, v
+
+
+def with_scales(k_scale, v_scale):
+    """A record for what prepares its scales; nothing else reads K and V."""
+    q = torch.zeros(2, 70, 6, 16, dtype=E4M3.dtype, device=DEVICE)
+    q_scale = torch.ones(2, 6, 2, device=DEVICE)
+    return QuantizedQKV(q, q, q, q_scale, k_scale, v_scale, None, 64 * k_scale.shape[2], torch.bfloat16)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 63, 64, 511, 512, 513, 2048])
+def test_prepared_scales(blocks):
+    k, v = scales(blocks, blocks)
+    v = v.transpose(0, 1).contiguous().transpose(0, 1)  # any strides
+    x, twice = with_scales(k, v), with_scales(k, 2 * v)
+    (got, tickets), want = launch.prepare(x), specification(x)
+    assert tickets.tolist() == [0] and got.q_scale is x.q_scale and got.q_rows == 64
+    assert (
+        same(got.v_max, want.v_max) and same(got.kv[..., 0], want.kv[..., 0]) and same(got.kv[..., 3], want.kv[..., 3])
+    )
+    torch.testing.assert_close(got.kv[..., 1], want.kv[..., 1], rtol=0, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(got.kv[..., 2], want.kv[..., 2], rtol=1e-5, atol=0, equal_nan=True)
+    moved, _ = launch.prepare(twice)
+    assert same(moved.kv, got.kv) and same(moved.v_max, 2 * got.v_max)
+
+
+def test_prepared_scales_of_stride_0():
+    number = torch.tensor([[0.3, 0.7]], device=DEVICE)
+    k = number[..., None].expand(1, 2, 700)
+    got, _ = launch.prepare(with_scales(k, k))
+    assert (got.kv[:, :, :700, 0] == k).all() and (got.kv[:, :, :700, 1] == 0).all() and torch.equal(got.v_max, number)
