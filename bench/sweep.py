@@ -60,11 +60,13 @@ def candidates(args: argparse.Namespace) -> list[Config]:
 
 def fits(spec: Spec, config: Config) -> bool:
     """Shared memory, and the fragments of S, P and O in a consumer thread's registers. Ping-pong takes two warpgroups
-    or more, a dynamic grid is a persistent one, prefetching is of FP8.
+    or more, a dynamic grid is a persistent one, prefetching is of FP8, alternating of a promoted one.
     """
     if config.shared_bytes(spec) > SHARED_BYTES or (config.pingpong and config.warpgroups < 2):
         return False
     if (config.dynamic and not config.persistent) or (config.prefetch and not spec.is_fp8):
+        return False
+    if config.alternate and not (spec.is_fp8 and config.overlap and config.promotion):
         return False
     fragments = spec.head_dim_v // 2 + config.tile_n // 2 + config.tile_n // 4
     return fragments + OTHER_REGISTERS <= config.registers[1]
