@@ -54,9 +54,9 @@ ROWS: dict[tuple[int, int], Row] = {
     (256, 256): Row(Config(2, 80, rescale_early=True), Config(2, 64, rescale_early=True)),
 }
 
-# How P V of an FP8 kernel is summed. accurate: every key block's in FP32. fast: the fastest; with promotion=0 all in the
-# tensor core's accumulator of about 14 bits, whose error grows with the number of keys. Measured at 16K, of head dims 96
-# and (192, 128) at 4K; head dim 192 not at all.
+# How P V of an FP8 kernel is summed. accurate: every key block's in FP32. fast: the fastest; without promotion all in
+# the tensor core's accumulator of about 14 bits, whose error grows with the number of keys. Measured at 16K; head dims
+# 96 and (192, 128) at 4K, head dim 192 not at all.
 FREE, AHEAD = {"pingpong": False}, {"pingpong": False, "prefetch": True}
 HALVED = Row(Config(2, 128, promotion=1, **FREE))
 ALTERNATING = Row(Config(2, 128, 3, promotion=1, alternate=True, **FREE))
