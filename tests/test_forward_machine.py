@@ -139,7 +139,7 @@ def test_huge_fp8_scores():
     assert ((out.double() - exact).abs() <= 2.0**-4 * exact.abs().amax()).all(-1).double().mean() > 0.95
 
 
-@pytest.mark.parametrize("name", ["prefetching", "two chunks"])
+@pytest.mark.parametrize("name", ["prefetching", "two chunks", "alternating"])
 def test_the_order_of_the_warps_changes_no_bit(name):
     *sizes, causal, config = EIGHT_BIT[name]
     x = fp8_inputs(*sizes)
