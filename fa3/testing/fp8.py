@@ -281,6 +281,9 @@ def _against_the_inputs(subject: Subject, case: Case, constant: float) -> Measur
     return Measured(rmse(_run(subject, case, done)[0], want) / max(predicted, 1e-300), FIRST_ORDER_ROOM)
 
 
+SURE = math.log(1e6)  # a difference of scores that leaves the other a weight of 1e-6
+
+
 def huge_scores(subject: Subject, case: Case) -> Measured:
     """Q and K of a million: one key takes a row, and where it does so clearly, the row of O is that key's value."""
     case = replace(case, dtype="bfloat16", spread=1e6, spread_v=1.0, pattern="none")
@@ -293,8 +296,10 @@ def huge_scores(subject: Subject, case: Case) -> Measured:
     top = weights(q, k, lse, case.softmax_scale, case.causal).max(-1)
     winner = top.indices[..., None].expand(*top.indices.shape, case.head_dim_v)
     value = per_query_head(v, case.ratio).gather(2, winner).transpose(1, 2)
-    # Within 2^-18 of their size two scores are as good as equal: the tensor core and the kernel's FP32 say so.
-    cooler = weights(q, k, lse * 2.0**-18, case.softmax_scale * 2.0**-18, case.causal)
+    # Two scores are as good as equal within 2^-18 of their size, for the kernel's FP32, and within what the products lose.
+    lost = 2 * subject.score_eps * case.softmax_scale * q.norm(dim=-1).max() * k.norm(dim=-1).max()
+    cool = min(2.0**-18, SURE / max(lost.item(), 1.0))
+    cooler = weights(q, k, lse * cool, case.softmax_scale * cool, case.causal)
     is_clear = ((cooler.amax(-1) > (1 - 1e-6) * cooler.sum(-1)) & torch.isfinite(lse_)).transpose(1, 2)[..., None]
     limit = (E4M3.half_step + subject.sum_eps + UNIT["bfloat16"]) * value.abs() + 1e-4
     return Measured(largest(torch.where(is_clear, out.double() - value, 0.0) / limit), 1)

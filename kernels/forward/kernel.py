@@ -35,11 +35,11 @@ from ..algo.scheduler import Dynamic, Folded, Grid, InOrder, LongestFirst, OneTi
 from ..algo.seqlen import DenseSeqlen, Lengths
 from ..algo.softmax import Softmax
 from ..algo.softmax_fp8 import BlockScaledSoftmax, Scales
-from ..prims.ptx import late
+from ..prims.ptx import here
 from ..prims.ring import Ring
 from ..prims.tma import Operand, operand
 from ..prims.turns import NoTurns, Turns
-from ..prims.wgmma import ROWS, scale_rows
+from ..prims.wgmma import ROWS, scale_rows, settled
 from .accumulate import AmongExponentials, Promoted, PromotedAtOnce, UnderQK
 from .config import Config, Spec
 from .epilogue import Apart, OutputTile, OverQ, OverV, scale_columns, store_lse
@@ -114,7 +114,7 @@ class Consumer(NamedTuple):
         """The last PV of a tile, and its O."""
         thread = self.thread
         if self.spec.is_fp8:  # registers are short
-            thread = late(thread)
+            thread = here(thread)
             mask = self.mask(tile, first, thread)
         self.output.place.before_last_values(tile)
         self.schedule.last(a, tile.base + blocks.count - 1)
@@ -287,12 +287,14 @@ class Forward:
         qk_wg, pv_wg = qk.get_slice(0), pv.get_slice(0)
         tiler = (columns, c.tile_n, c.stages)
         chunks = [cute.local_tile(sV, tiler, (n, 0, 0)) for n in range(self.spec.head_dim_v // columns)]
+        # Measured: fewer instructions, 2 % faster at head dim 64, and 2 % slower where QK is a block ahead.
+        settle = settled if self.spec.is_fp8 and not c.alternate else lambda fragment: fragment
         return Attention(
             qk,
             pv,
-            rQ=qk.make_fragment_A(qk_wg.partition_A(sQ)),
-            rK=qk.make_fragment_B(qk_wg.partition_B(sK)),
-            rV=tuple(pv.make_fragment_B(pv_wg.partition_B(chunk)) for chunk in chunks),
+            rQ=settle(qk.make_fragment_A(qk_wg.partition_A(sQ))),
+            rK=settle(qk.make_fragment_B(qk_wg.partition_B(sK))),
+            rV=tuple(settle(pv.make_fragment_B(pv_wg.partition_B(chunk))) for chunk in chunks),
             rP=cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), self.dtype),
             acc_O=cute.make_rmem_tensor(pv.partition_shape_C((64, self.spec.head_dim_v)), Float32),
             k_ring=k_ring,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from ..algo.blocks import Blocks
@@ -88,6 +88,11 @@ class Attention(NamedTuple):
             warpgroup.wait_group(0)
             self.accumulation.complete(self, n)
         self.v_ring.release(i)
+
+
+def follows(n_block: Int32) -> Int32:
+    """1, after the last block 0. NOTE: a minimum is a vector instruction, and its way back costs 20 cycles."""
+    return Int32(Uint32(-n_block) >> 31)
 
 
 @cute.jit
@@ -234,10 +239,10 @@ class Halved(NamedTuple):
         """What comes after block i: its V, and if another block follows, its K and scales."""
         a.v_ring.wait_full(i)
         if cutlass.const_expr(self.prefetch):
-            wait = a.k_ring.wait_full
-            if n_block > 0:
+            wait, more = a.k_ring.wait_full, follows(n_block)
+            if more > 0:
                 wait(i + 1)
-            a.softmax.fetch(cutlass.max(n_block - 1, 0))
+            a.softmax.fetch(n_block - more)
 
 
 class Prefetching(Halved):

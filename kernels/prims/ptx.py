@@ -39,6 +39,6 @@ def fma_up(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def late(x: Int32, *, loc=None, ip=None) -> Int32:
-    """x. What follows from it is computed behind this place, not ahead of the loops, and takes no registers there."""
+def here(x: Int32, *, loc=None, ip=None) -> Int32:
+    """x, worked out at this place and once; what follows from it is worked out behind."""
     return Int32(asm(T.i32(), [Int32(x)], "mov.b32 $0, $1;", "=r,r", loc, ip, stays=True))

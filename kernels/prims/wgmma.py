@@ -1,9 +1,21 @@
 """Warpgroup matrix multiply: start a group, and the accumulator's registers as rows and columns."""
 
 import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.tcgen05.helpers import int_to_smem_descriptor, smem_descriptor_to_int
 
+from .ptx import here
+
+HIGH = -(2**32)  # of a descriptor: what does not depend on the address
 ROWS = 2  # of a 64-row accumulator that one thread holds: row and row + 8
+
+
+def settled(fragment: cute.Tensor) -> cute.Tensor:
+    """A fragment in shared memory, its descriptor worked out here. Left alone it is worked out at every WGMMA."""
+    whole = smem_descriptor_to_int(fragment.iterator)
+    low = Int64(Uint32(here(Int32(whole))))
+    return cute.make_tensor(int_to_smem_descriptor((whole & HIGH) | low), fragment.layout)
 
 
 def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, accumulate: bool):
