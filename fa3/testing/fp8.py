@@ -296,7 +296,7 @@ def huge_scores(subject: Subject, case: Case) -> Measured:
     top = weights(q, k, lse, case.softmax_scale, case.causal).max(-1)
     winner = top.indices[..., None].expand(*top.indices.shape, case.head_dim_v)
     value = per_query_head(v, case.ratio).gather(2, winner).transpose(1, 2)
-    # Two scores are as good as equal within 2^-18 of their size, for the kernel's FP32, and within what the products lose.
+    # Scores are as good as equal within 2^-18 of their size, for the kernel's FP32, and within what the products lose.
     lost = 2 * subject.score_eps * case.softmax_scale * q.norm(dim=-1).max() * k.norm(dim=-1).max()
     cool = min(2.0**-18, SURE / max(lost.item(), 1.0))
     cooler = weights(q, k, lse * cool, case.softmax_scale * cool, case.causal)
