@@ -1,8 +1,9 @@
 """Consumer role: S = Q K^T, P = softmax(S), O += P V for one warpgroup's 64 query rows.
 
-Three schedules of the same parts. `InTurn` finishes a block before the next. `Overlapped` issues QK of block i before
+Schedules of the same parts. `InTurn` finishes a block before the next. `Overlapped` issues QK of block i before
 PV of block i - 1, so that the softmax of block i runs under that PV (FlashAttention-3, arXiv 2407.08608, section 3.2).
-`Halved` does the same in FP8, where the matmuls are the shorter part.
+For FP8, where the matmuls are the shorter part, `Halved` does the same with other waits, and `Alternating` issues QK a
+block ahead.
 """
 
 from typing import NamedTuple
