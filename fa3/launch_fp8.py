@@ -81,18 +81,16 @@ def _looks(x: QuantizedQKV) -> tuple[object, ...]:
 
 
 def _run(plan: Plan, x: QuantizedQKV, out: Tensor, lse: Tensor, scale_log2: float) -> None:
-    def launch(q: Tensor, k: Tensor, v: Tensor) -> None:
-        assert plan.run is not None
-        prepared, tickets = prepare(x)
-        scales = (prepared.q_scale, prepared.kv, prepared.v_max, prepared.q_rows)
-        optional = (x.v_channel_scale, tickets if plan.is_dynamic else None)
-        plan.run(q, k, v, out, lse, scales, *optional, scale_log2, plan.num_sms)
-
+    assert plan.run is not None
+    prepared, tickets = prepare(x)
+    scales = (prepared.q_scale, prepared.kv, prepared.v_max, prepared.q_rows)
+    optional = (x.v_channel_scale, tickets if plan.is_dynamic else None)
+    others = (out, lse, scales, *optional, scale_log2, plan.num_sms)
     try:
-        launch(x.q, x.k, x.v)
+        plan.run(x.q, x.k, x.v, *others)
     except REFUSALS:
         check_quantized(x)
-        launch(fitted(x.q), fitted(x.k), fitted(x.v))
+        plan.run(fitted(x.q), fitted(x.k), fitted(x.v), *others)
 
 
 def _plan(x: QuantizedQKV, softmax_scale: float, causal: bool, accumulation: str) -> Plan:

@@ -100,7 +100,7 @@ class BlockScaledSoftmax(NamedTuple):
     @staticmethod
     def create(scales: Scales, scale_log2: Float32, tile_n: int) -> "BlockScaledSoftmax":
         state = [cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)]
-        ahead = cute.make_rmem_tensor((tile_n // math.gcd(tile_n, SCALE_ROWS), 3), Float32)
+        ahead = cute.make_rmem_tensor((KeyScales(scales.mKV, tile_n).groups, 3), Float32)
         return BlockScaledSoftmax(scales, scale_log2, tile_n, None, None, None, *state, ahead)
 
     def of_tile(self, tile: WorkTile, head_kv: Int32, row: Int32) -> "BlockScaledSoftmax":

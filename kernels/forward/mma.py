@@ -289,6 +289,7 @@ class Alternating(NamedTuple):
 
         In the last block QK reads a block again, and nobody its scores.
         """
+        # NOTE: `follows` has fewer instructions, and with it ptxas orders this schedule 2 % slower.
         keys, groups, more = a.softmax.fetched(), a.softmax.keys.groups, cutlass.min(n_block, 1)
         accumulation = a.accumulation.at(other)
         accumulation.before_pv(a)

@@ -108,7 +108,7 @@ def emulated(x: QuantizedQKV, causal=False, accumulation="accurate"):
 
 
 def verify(x: QuantizedQKV, causal=False, accumulation="accurate", what=""):
-    """Against the bound of every element and of LSE, and against the emulation where enough P make an average."""
+    """Against the bound of every element and of LSE, and against the emulation where rows and P make an average."""
     out, lse = guarded(x, causal, accumulation)
     assert out.dtype == x.dtype and torch.isfinite(out).all(), what
     bound = Bound.of(x, x.q.shape[3] ** -0.5, causal, SCORE_EPS, SUM_EPS)
@@ -116,7 +116,7 @@ def verify(x: QuantizedQKV, causal=False, accumulation="accurate", what=""):
     assert share <= 1, f"{what}: {share:.3f} of the allowed error"
     assert lse_error(lse, bound.lse) <= bound.lse_limit, what
     pairs = (x.q.shape[0] * x.q.shape[2]) * visible_pairs(x.q.shape[1], x.seqlen_k, causal)
-    if pairs < 1 << 12:
+    if out.numel() < 1 << 14 or pairs < 1 << 12:
         return
     want, want_lse = emulated(x, causal, accumulation)
     assert torch.equal(lse == -math.inf, want_lse == -math.inf), what
