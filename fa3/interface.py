@@ -207,8 +207,8 @@ def flash_attn_fp8_func(
         q, k, v: as in `flash_attn_func`, bfloat16 or float16, head dims multiples of 16.
         rotate, seed: whether, and by which matrix.
         accumulation: of P V. "accurate": every block of keys is added in float32, so that the error does not grow with
-            seqlen_k. "fast": the fastest kernel, at head dims 64, 192 and 256 all in the FP8 tensor core,
-            whose accumulator keeps about 14 bits: for short lengths.
+            seqlen_k. "fast": the fastest kernel, beyond head dim 128 of V all in the FP8 tensor core, whose accumulator
+            keeps about 14 bits: for short lengths.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or of q's dtype: rotary embedding of Q and K on the
             way, in the same kernel. rotary_interleaved: pairs are neighbours, else halves. rotary_q_offset: position of
             the first query; the first key is at 0.

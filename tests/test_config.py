@@ -82,8 +82,9 @@ def test_known_choices_of_fp8():
     alternating = Config(2, 128, 3, promotion=1, alternate=True, **free)
     assert choice((128, 128), False, 4096) == replace(alternating, persistent=True, dynamic=True)
     assert choice((128, 128), False, 64) == choice((128, 128), False, 64, "fast") == alternating
-    assert choice((64, 64), True, 4096) == Config(3, 128, 3, promotion=1, chunk=32, prefetch=True, **dynamic)
-    assert choice((64, 64), True, 512) == Config(2, 128, promotion=1, prefetch=True, persistent=True, **free)
+    prefetching = Config(3, 128, 3, promotion=1, chunk=32, prefetch=True, **dynamic)
+    assert choice((64, 64), True, 4096) == choice((64, 64), True, 4096, "fast") == prefetching
+    assert choice((64, 64), True, 512) == Config(2, 128, promotion=1, persistent=True, **free)
     in_turn = Config(2, 128, promotion=1, chunk=64, overlap=False)
     assert choice((256, 256), False, 4096) == replace(in_turn, persistent=True, dynamic=True)
     assert choice((256, 256), True, 64) == in_turn and choice((256, 256), True, 64, "fast") == Config(2, 128)

@@ -60,24 +60,24 @@ class Attention(NamedTuple):
         for r in range(ROWS):
             self.softmax.update_row(acc_S, r, keys, is_first, check_inf)
 
-    def keep_p(self, acc_S: cute.Tensor, k: int):
-        """P of step k = acc_S rounded. The accumulator's register order is the A operand's: no lane moves anything
-        (of E4M3 because V's keys are permuted to match).
+    def keep_p(self, acc_S: cute.Tensor, words):
+        """P = acc_S rounded, in these registers. The accumulator's register order is the A operand's: no lane moves
+        anything (of E4M3 because V's keys are permuted to match).
 
         NOTE: only after wait_group(0): P packed while PV reads the old one makes ptxas serialise every wgmma (C7513).
         """
-        words = cute.recast_tensor(self.rP, Int32)
-        for i in range(4 * k, 4 * k + 4):
+        P = cute.recast_tensor(self.rP, Int32)
+        for i in words:
             if self.rP.element_type is cutlass.Float8E4M3FN:
                 first = 8 * (i // 2) + 2 * (i % 2)
-                words[i] = pack_e4m3([acc_S[first + j] for j in (0, 1, 4, 5)])
+                P[i] = pack_e4m3([acc_S[first + j] for j in (0, 1, 4, 5)])
             else:
-                words[i] = pack(acc_S[2 * i], acc_S[2 * i + 1], self.rP.element_type)
+                P[i] = pack(acc_S[2 * i], acc_S[2 * i + 1], self.rP.element_type)
 
     def round_p(self, acc_S: cute.Tensor, beside=lambda k: None):
         """beside(k): what goes with step k."""
         for k in range(self.steps):
-            self.keep_p(acc_S, k)
+            self.keep_p(acc_S, range(4 * k, 4 * k + 4))
             beside(k)
 
     @cute.jit
@@ -188,22 +188,18 @@ class Halved(NamedTuple):
     """
 
     attend = attend
-    prefetch = False
     last = Overlapped.last
 
     @cute.jit
     def first(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
         Overlapped().first(a, i, n_block, mask)
-        self.prepare(a, i, n_block)
+        a.v_ring.wait_full(i)
 
     @cute.jit
     def step(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
         chunks = len(a.rV)
-        if cutlass.const_expr(self.prefetch):
-            keys = a.softmax.fetched()
-        else:
-            keys = a.softmax.of_block(n_block)
-            a.k_ring.wait_full(i)
+        keys = a.softmax.of_block(n_block)
+        a.k_ring.wait_full(i)
         a.turns.take()
         acc_S = a.issue_qk(i)
         a.accumulation.before_pv(a)
@@ -219,8 +215,8 @@ class Halved(NamedTuple):
             a.accumulation.complete(a, n)
             a.accumulation.issue_pv(a, i - 1, n + 1)
         a.softmax.exponentiate(acc_S, 0, keys, found[0])
-        # NOTE: its loops keep ptxas from moving the wait for PV up, before the maxima.
-        self.prepare(a, i, n_block)
+        # NOTE: its loop keeps ptxas from moving the wait for PV up, before the maxima.
+        a.v_ring.wait_full(i)
         warpgroup.wait_group(0)
         if cutlass.const_expr(chunks > 1):
             a.accumulation.complete(a, chunks - 2)
@@ -235,27 +231,64 @@ class Halved(NamedTuple):
             a.softmax.exponentiate(acc_S, 1, keys, found[1])
             a.accumulation.round_p(a, acc_S)
 
+
+class Prefetching(NamedTuple):
+    """Halved, with few branches among the exponentials: for three warpgroups.
+
+    V of block i and the scales of the next block are awaited behind the exponentials, and the second row's maxima run
+    behind the first row's exponentials.
+    """
+
+    attend = attend
+    last = Overlapped.last
+
     @cute.jit
-    def prepare(self, a: cutlass.Constexpr, i: Int32, n_block: Int32):
-        """What comes after block i: its V, and if another block follows, its K and scales."""
+    def first(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
+        Overlapped().first(a, i, n_block, mask)
+        self.prepare(a, i, n_block)
+
+    @cute.jit
+    def step(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
+        keys, chunks, check_inf = a.softmax.fetched(), len(a.rV), mask is not None
+        a.k_ring.wait_full(i)
+        a.turns.take()
+        acc_S = a.issue_qk(i)
+        a.accumulation.before_pv(a)
+        a.accumulation.issue_pv(a, i - 1, 0)
+        a.turns.give()
+        warpgroup.wait_group(1)
+        if cutlass.const_expr(mask is not None):
+            mask.apply(acc_S, n_block)
+        for n in cutlass.range_constexpr(chunks - ROWS):
+            warpgroup.wait_group(0)
+            a.accumulation.complete(a, n)
+            a.accumulation.issue_pv(a, i - 1, n + 1)
+        a.softmax.update_row(acc_S, 0, keys, False, check_inf)
+        a.k_ring.release(i)
+        if cutlass.const_expr(chunks > 1):
+            warpgroup.wait_group(0)
+            a.accumulation.complete(a, chunks - 2)
+            a.accumulation.issue_pv(a, i - 1, chunks - 1)
+        a.softmax.update_row(acc_S, 1, keys, False, check_inf)
+        self.prepare(a, i, n_block)
+        warpgroup.wait_group(0)
+        a.v_ring.release(i - 1)
+        if cutlass.const_expr(chunks > 1):
+            a.accumulation.complete(a, chunks - 1)
+            a.round_p(acc_S)
+        else:
+            a.accumulation.round_p(a, acc_S)
+
+    def prepare(self, a: Attention, i: Int32, n_block: Int32):
+        """What comes after block i: its PV, and the scales of the next block, if one follows."""
         a.v_ring.wait_full(i)
-        if cutlass.const_expr(self.prefetch):
-            wait, more = a.k_ring.wait_full, follows(n_block)
-            if more > 0:
-                wait(i + 1)
-            a.softmax.fetch(n_block - more)
-
-
-class Prefetching(Halved):
-    """K and the scales of the next block are awaited in the middle too: its QK is issued at once."""
-
-    prefetch = True
+        a.softmax.fetch(n_block - follows(n_block))
 
 
 class Alternating(NamedTuple):
     """QK one block ahead, for FP8: no warp waits for its scores.
 
-    QK of block i + 1 is issued before the exponentials of block i, and its largest scores are found among the last of
+    QK of block i + 1 is issued amid the exponentials of block i, and its largest scores are found among the last of
     them. PV of block i - 1 runs before, while the maxima are shared. QK of block i + 1 goes to the registers where that
     PV was: scores and fresh sums take turns in two sets, and so the loop takes two blocks a turn.
     """
@@ -289,36 +322,49 @@ class Alternating(NamedTuple):
 
         In the last block QK reads a block again, and nobody its scores.
         """
-        # NOTE: `follows` has fewer instructions, and with it ptxas orders this schedule 2 % slower.
-        keys, groups, more = a.softmax.fetched(), a.softmax.keys.groups, cutlass.min(n_block, 1)
+        keys, more = a.softmax.fetched(), follows(n_block)
         accumulation = a.accumulation.at(other)
         accumulation.before_pv(a)
         if not is_first:
             accumulation.issue_pv(a, i - 1, 0)
         found = []
         for r in range(ROWS):
-            tops = [largest[r, g] for g in range(groups)]
+            tops = [largest[r, g] for g in range(a.softmax.keys.groups)]
             found.append(a.softmax.refer(r, tops, keys, is_first, mask is not None))
+
+        def exponentiate(r: int, g: int):
+            a.softmax.exponentiate(acc_S, r, keys, found[r], (g,))
+
+        def keep(r: int, g: int):
+            """NOTE: at once. Where all is rounded at the end, ptxas takes three instructions for two."""
+            words = a.softmax.keys.group // 16  # a thread has four columns of 16, rounded to one register
+            a.keep_p(acc_S, [2 * w + r for w in range(g * words, (g + 1) * words)])
+
+        first, *others, last = [(r, g) for g in range(a.softmax.keys.groups) for r in range(ROWS)]
+        exponentiate(*first)
         # NOTE: K of block i is released after this wait, so that in the last block the barrier is still at its phase.
         a.k_ring.wait_full(i + more)
         warpgroup.wait_group(0)
+        keep(*first)
         a.k_ring.release(i)
         if not is_first:
             a.v_ring.release(i - 1)
             accumulation.complete(a, 0)
+        for part in others[: len(others) // 2]:
+            exponentiate(*part)
+            keep(*part)
         a.issue_qk(i + more, other)
         a.softmax.fetch(n_block - more)
-        parts = [(r, half) for half in (range(groups // 2), range(groups // 2, groups)) for r in range(ROWS)]
-        for r, half in parts[:-1]:
-            a.softmax.exponentiate(acc_S, r, keys, found[r], half)
+        for part in others[len(others) // 2 :]:
+            exponentiate(*part)
+            keep(*part)
         a.v_ring.wait_full(i)
         warpgroup.wait_group(0)
         if mask is not None:
             mask.apply(other, n_block - more)
-        r, half = parts[-1]
-        a.softmax.exponentiate(acc_S, r, keys, found[r], half)
-        a.round_p(acc_S)
         self.find(a, other, largest)
+        exponentiate(*last)
+        keep(*last)
 
     def find(self, a: Attention, acc_S: cute.Tensor, largest: cute.Tensor):
         for r in range(ROWS):

@@ -219,8 +219,8 @@ def test_the_error_does_not_grow_with_length(head_dim, seqlen_k):
 
 
 def test_fast_accumulation_loses_what_accurate_keeps():
-    """Head dim 64: at 128 the accurate kernel is the fast one too."""
-    accurate, fast = (conformance.long_context(subject(a), 65536, 64).figure for a in ("accurate", "fast"))
+    """Head dim 256: to 128 the accurate kernel is the fast one too."""
+    accurate, fast = (conformance.long_context(subject(a), 65536, 256).figure for a in ("accurate", "fast"))
     assert accurate <= 3e-3 and fast > 3 * accurate
 
 
