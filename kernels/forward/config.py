@@ -48,7 +48,7 @@ class Config:
     pingpong: bool = True  # the warpgroups take turns at the tensor cores
     persistent: bool = False  # one CTA an SM that takes tile after tile; else one CTA a tile
     dynamic: bool = False  # with persistent: the next tile by a counter in global memory, else by a fixed rule
-    prefetch: bool = False  # FP8, with overlap: scales are read a block ahead, nothing is awaited amid the exponentials
+    prefetch: bool = False  # FP8, with overlap: V, the next K and its scales are awaited behind the exponentials
     alternate: bool = False  # FP8, with promotion: QK is a block ahead, where the PV before it was summed
     rescale_early: bool = False  # with overlap: O is rescaled under the next QK, else among this block's exponentials
     promotion: int = 0  # key blocks whose PV the tensor core sums before it is added to O in FP32: 1, or 0 for all

@@ -233,10 +233,10 @@ class Halved(NamedTuple):
 
 
 class Prefetching(NamedTuple):
-    """Halved, with few branches among the exponentials: for three warpgroups.
+    """Halved, with no branch among the exponentials: for three warpgroups.
 
-    V of block i and the scales of the next block are awaited behind the exponentials, and the second row's maxima run
-    behind the first row's exponentials.
+    V of block i, and K and the scales of the next block, are awaited behind them. The second row's maxima come behind
+    the first row's exponentials.
     """
 
     attend = attend
@@ -250,13 +250,13 @@ class Prefetching(NamedTuple):
     @cute.jit
     def step(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
         keys, chunks, check_inf = a.softmax.fetched(), len(a.rV), mask is not None
-        a.k_ring.wait_full(i)
         a.turns.take()
         acc_S = a.issue_qk(i)
         a.accumulation.before_pv(a)
         a.accumulation.issue_pv(a, i - 1, 0)
         a.turns.give()
         warpgroup.wait_group(1)
+        a.k_ring.release(i)
         if cutlass.const_expr(mask is not None):
             mask.apply(acc_S, n_block)
         for n in cutlass.range_constexpr(chunks - ROWS):
@@ -264,7 +264,6 @@ class Prefetching(NamedTuple):
             a.accumulation.complete(a, n)
             a.accumulation.issue_pv(a, i - 1, n + 1)
         a.softmax.update_row(acc_S, 0, keys, False, check_inf)
-        a.k_ring.release(i)
         if cutlass.const_expr(chunks > 1):
             warpgroup.wait_group(0)
             a.accumulation.complete(a, chunks - 2)
@@ -279,10 +278,14 @@ class Prefetching(NamedTuple):
         else:
             a.accumulation.round_p(a, acc_S)
 
-    def prepare(self, a: Attention, i: Int32, n_block: Int32):
-        """What comes after block i: its PV, and the scales of the next block, if one follows."""
+    @cute.jit
+    def prepare(self, a: cutlass.Constexpr, i: Int32, n_block: Int32):
+        """What comes after block i: its V, and if another block follows, its K and scales."""
         a.v_ring.wait_full(i)
-        a.softmax.fetch(n_block - follows(n_block))
+        wait, more = a.k_ring.wait_full, follows(n_block)
+        if more > 0:
+            wait(i + 1)
+        a.softmax.fetch(n_block - more)
 
 
 class Alternating(NamedTuple):

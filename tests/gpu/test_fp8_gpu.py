@@ -6,6 +6,7 @@ Output memory starts as NaN and has guards around it, inputs are not written to,
 import math
 from collections import defaultdict
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -193,19 +194,17 @@ def test_properties(prop):
 
 
 def test_rmse_by_the_papers_protocol():
-    """Three seeds of the ten of bench.accuracy."""
-    found = {"rotated": 0.0, "emulated": 0.0, "per tensor": 0.0}
-    for seed in range(3):
+    """The ten seeds of bench.accuracy."""
+    rotated, per_tensor = [], []
+    for seed in range(10):
         x = tensors(Case("bfloat16", 2, 4096, 4096, 8, 1, 128, 128, values="outliers", seed=seed))
         want, _ = exact(*x)
-        rotated = quantize_qkv(*x)
-        tensor = reference.quantize_qkv(*x, rotate=False, granularity=PER_TENSOR)
-        for name, out in (
-            ("rotated", attend(rotated)[0]), ("per tensor", attend(tensor)[0]), ("emulated", emulated(rotated)[0]),
-        ):  # fmt: skip
-            found[name] += rmse(out, want) / 3
-    assert found["rotated"] <= 8.5e-3 and found["rotated"] <= 1.02 * found["emulated"]
-    assert found["rotated"] <= 0.5 * found["per tensor"], found
+        by_block = quantize_qkv(*x)
+        rotated.append(rmse(attend(by_block)[0], want))
+        per_tensor.append(rmse(attend(reference.quantize_qkv(*x, rotate=False, granularity=PER_TENSOR))[0], want))
+        if seed == 0:
+            assert rotated[0] <= 1.02 * rmse(emulated(by_block)[0], want)
+    assert fmean(rotated) <= 8.5e-3 and fmean(rotated) <= 0.5 * fmean(per_tensor), (rotated, per_tensor)
 
 
 # Length
