@@ -197,9 +197,9 @@ def test_what_the_kernel_is_called_with(recorder):
 
 
 def test_every_choice_is_planned_apart_and_only_once(recorder):
-    x = quantized(head_dim_v=64)
-    channels = replace(x, v_channel_scale=torch.ones(2, 2, 64))
-    by_block = quantize_qkv(*tensors(head_dim_v=64), q_rows=64)
+    x = quantized(head_dim=256, head_dim_v=256)
+    channels = replace(x, v_channel_scale=torch.ones(2, 2, 256))
+    by_block = quantize_qkv(*tensors(head_dim=256, head_dim_v=256), q_rows=64)
     for _ in range(2):
         launch_fp8.forward(x, 0.1, False, "accurate")
         launch_fp8.forward(x, 0.1, True, "accurate")
