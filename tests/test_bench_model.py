@@ -1,4 +1,4 @@
-"""The model of the forward kernel: its numbers worked out by hand, its counts against the kernel's SASS and schedule."""
+"""The model of the forward kernel: numbers worked out by hand, counts against the kernel's SASS and schedule."""
 
 import dataclasses
 import re
@@ -169,9 +169,10 @@ def test_a_record_is_judged_by_the_config_that_it_ran_with():
 
 def test_the_newest_record_of_ours_counts(tmp_path):
     spec, config, shape = kernel_of("hd256-4k-full", FP8)
-    base = {"impl": "ours", "dtype": FP8, "graph_us": 1.0, "config": dataclasses.asdict(config)}
+    chosen = dataclasses.asdict(config)
+    base = {"impl": "ours", "dtype": FP8, "graph_us": 1.0, "config": chosen}
     base |= {name: getattr(shape, name) for name in PROBLEM}
-    fast = {**base, "graph_us": 3.0, "config": {**base["config"], "promotion": 0}}
+    fast = {**base, "graph_us": 3.0, "config": {**chosen, "promotion": 0}}
     records = [base, {**base, "graph_us": 2.0}, fast, {**base, "impl": "fa3"}, {**base, "graph_us": None}]
     assert model.newest(records, FP8) == {model.problem(base): records[1]}
     assert model.newest(records, "bfloat16") == {}
@@ -190,9 +191,8 @@ def test_the_table_has_the_grid_in_both_types(tmp_path, capsys):
 
 def test_no_record_in_the_repository_beats_the_bound_at_the_highest_clock():
     """An H200 clocks at 1980 MHz at most: a faster kernel would mean that the model counts too much."""
-    measured = [p for p in model.points("h200", 1980.0) if p.record]
-    assert len(measured) == 48
-    assert all(0.2 < p.terms.bound / p.record["graph_us"] < 1 for p in measured)
+    shares = [p.terms.bound / p.record["graph_us"] for p in model.points("h200", 1980.0) if p.record]
+    assert len(shares) == 48 and all(0.2 < share < 1 for share in shares)
 
 
 # The instructions
@@ -217,11 +217,9 @@ def count(opcodes: Counter, *families: str) -> int:
 
 
 def test_loops_are_found():
-    text = "\n".join(
-        [".L_x_1:", "        /*0010*/  MUFU.EX2 R1, R2 ;", ".L_x_2:", "        /*0020*/  @P1 FADD R1, R2, R3 ;"]
-        + ["        /*0030*/  @!P0 BRA `(.L_x_2) ;", "        /*0040*/  BRA `(.L_x_1) ;", "        /*0050*/  BRA `(.L_x_9) ;"]
-    )  # fmt: skip
-    inner, outer = loops(text + "\n")
+    lines = [".L_x_1:", " /*0010*/ MUFU.EX2 R1, R2 ;", ".L_x_2:", " /*0020*/ @P1 FADD R1, R2, R3 ;"]
+    lines += [" /*0030*/ @!P0 BRA `(.L_x_2) ;", " /*0040*/ BRA `(.L_x_1) ;", " /*0050*/ BRA `(.L_x_9) ;", ""]
+    inner, outer = loops("\n".join(lines))
     assert inner == {"FADD": 1, "BRA": 1} and outer == {"MUFU.EX2": 1, "FADD": 1, "BRA": 2}
     assert count(outer, "MUFU.EX2", "FADD") == 2 and count(outer, "MUFU") == 1
 
