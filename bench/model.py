@@ -33,7 +33,7 @@ SHARED_BYTES = 128
 L2_BYTES = 5120
 LAUNCH_US = 2.0  # a kernel in a graph: what clearing the counter of a dynamic grid adds (docs/tuning.md, The counter)
 
-ROWS = 64  # of a warpgroup
+ROWS, THREADS, LANES = 64, 128, 32  # query rows and threads of a warpgroup, threads of a warp
 LSE_BYTES = 4
 SIMULATED = 2**15  # tiles that are dealt out one by one at most: more change little
 
@@ -71,6 +71,15 @@ class Tile(NamedTuple):
     blocks: int
     masked: int
     keys: int
+
+
+class Cycles(NamedTuple):
+    """What one key block costs a multiprocessor, all warpgroups of the CTA together, no mask."""
+
+    tensor: float
+    exp: float
+    issue: float
+    shared: float
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,24 @@ def masking(config: Config) -> int:
     return config.tile_n
 
 
+def block_cycles(spec: Spec, config: Config) -> Cycles:
+    """A warpgroup reads Q (64 rows) and K for Q K^T and V for P V from shared memory, where TMA wrote K and V once for
+    all warpgroups.
+    """
+    issued, groups, kv = instructions(spec, config), config.warpgroups, spec.head_dim + spec.head_dim_v
+    read = groups * (ROWS * spec.head_dim + config.tile_n * kv)
+    return Cycles(
+        tensor=2 * ROWS * groups * config.tile_n * kv / flops_a_clock(spec),
+        exp=THREADS * groups * issued.ex2 / EX2,
+        issue=THREADS // LANES * groups * issued.total / ISSUED,
+        shared=spec.element_bytes * (read + config.tile_n * kv) / SHARED_BYTES,
+    )
+
+
+def flops_a_clock(spec: Spec) -> int:
+    return FLOPS * (2 if spec.is_fp8 else 1)
+
+
 @cache
 def tiles(spec: Spec, config: Config, seqlen_q: int, seqlen_k: int) -> tuple[Tile, ...]:
     """Of one head, in order: kernels/algo/blocks.py in plain integers."""
@@ -189,24 +216,20 @@ def terms(spec: Spec, config: Config, shape: Shape, chip: Chip, mhz: float | Non
         sequences * n for n in (len(one_head), *(sum(column) for column in zip(*one_head, strict=True)))
     )
     even = balance(spec, c, shape.seqlen_q, shape.seqlen_k, sequences, chip.num_sms)
-    rows = ROWS * c.warpgroups
+    block, groups = block_cycles(spec, c), c.warpgroups
 
-    def of_sms(amount: float, rate: float) -> float:
-        return amount / (rate * chip.num_sms * mhz * even)
+    def of_sms(cycles: float) -> float:
+        return cycles / (chip.num_sms * mhz * even)
 
-    qk_blocks = blocks + (num_tiles if c.alternate else 0)  # Alternating reads one block more, for nobody
-    flops = 2 * rows * c.tile_n * (qk_blocks * spec.head_dim + blocks * spec.head_dim_v)
-    issued = instructions(spec, c)
-    warps = 4 * c.warpgroups
-    kv = c.tile_n * (spec.head_dim + spec.head_dim_v)
-    shared = blocks * (c.warpgroups * (ROWS * spec.head_dim + kv) + kv) * element
-    shared += num_tiles * rows * (element * spec.head_dim + 2 * OUT_BYTES * spec.head_dim_v)
+    # Alternating issues Q K^T of one block more, whose scores nobody reads.
+    ahead = 2 * ROWS * groups * c.tile_n * spec.head_dim / flops_a_clock(spec) if c.alternate else 0.0
+    q_and_o = ROWS * groups * (element * spec.head_dim + 2 * OUT_BYTES * spec.head_dim_v)  # O is written and read
     streamed = keys * (shape.head_dim + shape.head_dim_v) + sequences * shape.seqlen_q * shape.head_dim
     return Terms(
-        tensor=of_sms(flops, FLOPS * (2 if spec.is_fp8 else 1)),
-        exp=of_sms(128 * c.warpgroups * issued.ex2 * blocks, EX2),
-        issue=of_sms(warps * (issued.total * blocks + masking(c) * masked), ISSUED),
-        shared=of_sms(shared, SHARED_BYTES),
+        tensor=of_sms(block.tensor * blocks + ahead * num_tiles),
+        exp=of_sms(block.exp * blocks),
+        issue=of_sms(block.issue * blocks + THREADS // LANES * groups * masking(c) / ISSUED * masked),
+        shared=of_sms(block.shared * blocks + q_and_o / SHARED_BYTES * num_tiles),
         l2=element * streamed / (L2_BYTES * mhz),
         dram=dram_bytes(spec, shape) / chip.bandwidth / 1e6,
         launch=LAUNCH_US * (2 if c.dynamic else 1),

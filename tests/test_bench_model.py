@@ -65,6 +65,23 @@ def test_one_wave_of_full_attention_by_hand():
     assert t.serial == pytest.approx(t.tensor + t.exp + t.issue + 2.0)
 
 
+@pytest.mark.parametrize(
+    "head_dim, dtype, instructions, cycles",  # as in the docs
+    [
+        (64, "bfloat16", 438, (1536, 1584, 1314, 1216)),
+        (128, "bfloat16", 490, (2048, 1056, 980, 1792)),
+        (256, "bfloat16", 471, (2560, 672, 942, 2432)),
+        (64, FP8, 468, (768, 1584, 1404, 608)),
+        (128, FP8, 494, (1024, 1056, 988, 896)),
+        (256, FP8, 606, (2048, 1056, 1212, 1792)),
+    ],
+)
+def test_cycles_of_a_block(head_dim, dtype, instructions, cycles):
+    spec, config, _ = kernel_of(f"hd{head_dim}-16k-full", dtype)
+    assert model.instructions(spec, config).total == instructions
+    assert model.block_cycles(spec, config) == cycles
+
+
 def test_the_bound_is_the_largest_term_and_the_launch():
     t = Terms(3.0, 4.0, 2.0, 1.0, 0.5, 0.25, 2.0, 1.0)
     assert (t.limit, t.bound, t.serial) == ("exp", 6.0, 11.0)
@@ -193,6 +210,14 @@ def test_no_record_in_the_repository_beats_the_bound_at_the_highest_clock():
     """An H200 clocks at 1980 MHz at most: a faster kernel would mean that the model counts too much."""
     shares = [p.terms.bound / p.record["graph_us"] for p in model.points("h200", 1980.0) if p.record]
     assert len(shares) == 48 and all(0.2 < share < 1 for share in shares)
+
+
+def test_the_ablation_lies_between_bound_and_serial():
+    records = [r for r in model.read(model.RESULTS / "h200" / "ablation.jsonl") if r["head_dim"] == 128]
+    assert len(records) >= 24
+    for r in records:
+        t = model.of_record(r)
+        assert t.bound < r["graph_us"] < t.serial
 
 
 # The instructions
