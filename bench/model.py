@@ -40,6 +40,7 @@ SIMULATED = 2**15  # tiles that are dealt out one by one at most: more change li
 # What a thread issues for a key block beside what grows with scores and columns of O, from the SASS: maxima across
 # lanes; FP32 of row factors and scales; everything else (addresses, barriers, the loop) a block and a WGMMA.
 PER_BLOCK = {False: (4, 6, 46, 4), True: (8, 24, 84, 2)}  # by is_fp8
+MASK_LIMITS = 15
 
 CHIPS = {
     "h200": "NVIDIA H200",
@@ -144,8 +145,8 @@ def instructions(spec: Spec, config: Config) -> Instructions:
 
 
 def masking(config: Config) -> int:
-    """Instructions more that a thread issues for a masked block: compare and select every score."""
-    return config.tile_n
+    """Instructions more that a thread issues for a masked block: compare and select every score, limits of two rows."""
+    return config.tile_n + MASK_LIMITS
 
 
 def block_cycles(spec: Spec, config: Config) -> Cycles:

@@ -5,7 +5,8 @@ Metrics of sm_90: dram__bytes_read.sum and dram__bytes_write.sum; for L2 to the 
 l1tex__m_xbar2l1tex_read_bytes.sum, all that comes over the crossbar into L1 and shared memory, TMA's boxes included.
 Where ncu knows them two more are recorded as a check: lts__t_sectors_srcunit_tex_op_read.sum, the same reads counted
 by L2 in sectors of 32 bytes, and l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum, TMA's share. ncu empties the
-caches before every kernel, so a kernel reads from DRAM what the one before it wrote. Records go to
+caches before every kernel, so a kernel reads from DRAM what the one before it wrote; what L2 still holds of a kernel's
+writes at its end is not counted. Records go to
 bench/results/<gpu>/traffic.jsonl. Needs ncu on the PATH and the right to read the GPU's counters.
 """
 

@@ -268,6 +268,20 @@ def test_the_loop_over_key_blocks_has_the_instructions_that_the_model_counts(nam
     assert loop.total() == pytest.approx(turns * b.total, rel=0.04)
 
 
+def test_a_masked_block_has_the_instructions_that_the_model_adds():
+    """A causal kernel has the loop twice: with a mask, and without."""
+    spec, config, _ = kernel_of("hd128-16k-causal")
+    b = instructions(spec, config)
+    code = sass.disassemble(compile.inspect(spec, config).cubin)
+    both = sorted((x for x in loops(code) if count(x, "MUFU.EX2") == b.ex2), key=Counter.total)[:2]
+    free, masked = both
+    assert count(free, "HGMMA") == count(masked, "HGMMA") == b.wgmma
+    assert free.total() == pytest.approx(b.total, rel=0.04)
+    assert count(free, "ISETP") == 0 and count(masked, "ISETP") == config.tile_n // 2
+    assert count(masked, "FSEL") - count(free, "FSEL") == pytest.approx(config.tile_n // 2, abs=2)  # -inf checks
+    assert masked.total() - free.total() == pytest.approx(model.masking(config), abs=5)
+
+
 def test_instructions_grow_with_scores_and_columns():
     wide, narrow = instructions(BF16, Config(2, 128)), instructions(BF16, Config(2, 64))
     assert (wide.ex2, wide.convert, wide.wgmma) == (66, 32, 16) and (narrow.ex2, narrow.wgmma) == (34, 12)
