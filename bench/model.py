@@ -1,17 +1,17 @@
 """A model of the forward kernel's time, term by term, and how near the records come to it: python -m bench.model
 
 Each term is the time that one unit of the chip needs for the kernel's work if nothing else costs any. Their largest is
-the bound: no order of the same instructions can be faster. Their sum is what a kernel would take that overlaps
-nothing. The work is counted from Spec, Config and Shape, padding and masked scores included; instructions a score are
-those of kernels/algo and kernels/forward, held to the SASS by tests/test_bench_model.py. Latency, power and what a tile
-costs at its start and end are not in it. Needs neither a GPU nor torch.
+the bound: no order of the same instructions is faster at that clock. The sum of tensor, exp and issue is what a kernel
+takes that overlaps nothing. The work is counted from Spec, Config and Shape, padding and masked scores included;
+instructions a score are those of kernels/algo and kernels/forward, held to the SASS by tests/test_bench_model.py.
+Latency, power and what a tile costs at its start and end are not in it. Needs neither a GPU nor torch.
 """
 
 import argparse
 import heapq
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,7 +129,7 @@ def clock_mhz(chip: Chip) -> float:
 
 
 def instructions(spec: Spec, config: Config) -> Instructions:
-    """A thread has two rows: tile_n / 2 scores and head_dim_v / 2 columns of O, each of them one FP32 operation."""
+    """A thread has two rows: tile_n / 2 scores and head_dim_v / 2 values of O."""
     scores, columns = config.tile_n // 2, spec.head_dim_v // 2
     chunks = spec.head_dim_v // (config.chunk or spec.head_dim_v)
     wgmma = spec.head_dim // spec.step + chunks * (config.tile_n // spec.step)
@@ -250,10 +250,13 @@ def dram_bytes(spec: Spec, shape: Shape) -> int:
 
 def of_record(record: Mapping[str, Any], mhz: float | None = None) -> Terms:
     """The model of a record of ours, with the Config that it ran with, on its GPU. Raises ValueError for a record of
-    something else, or of an unknown GPU.
+    something else, of an unknown GPU, or with a choice that Config does not have any more.
     """
     if record["impl"] != "ours" or record["dtype"] not in (*heuristics.DTYPES, FP8) or not record["config"]:
         raise ValueError(f"no model of {record['impl']} in {record['dtype']} with config {record['config']}")
+    gone = record["config"].keys() - {field.name for field in fields(Config)}
+    if gone:
+        raise ValueError(f"no model of a config with {', '.join(sorted(gone))}")
     shape = Shape("", **{name: record[name] for name in PROBLEM})
     spec = spec_of(shape, record["dtype"])
     if spec.is_fp8:

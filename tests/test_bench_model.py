@@ -179,7 +179,8 @@ def test_a_record_is_judged_by_the_config_that_it_ran_with():
     slow = {**record, "config": {"warpgroups": 1, "tile_n": 128}}  # as of an older commit: with fewer keys
     assert model.of_record(slow).shared > model.of_record(record).shared
     assert model.utilization({**record, "graph_us": None}) is None
-    for other in ({"impl": "fa3"}, {"dtype": "float32"}, {"config": None}):
+    gone = {**record["config"], "lookahead": True}
+    for other in ({"impl": "fa3"}, {"dtype": "float32"}, {"config": None}, {"config": gone}):
         with pytest.raises(ValueError, match="no model of"):
             model.of_record({**record, **other})
 
