@@ -2,8 +2,11 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,7 @@ from fa3.kernels.algo.blocks import first_row, key_blocks
 from fa3.kernels.algo.seqlen import Lengths
 from fa3.kernels.forward.config import Config, Spec
 
+ROOT = Path(__file__).parent.parent
 H200 = chip_of("NVIDIA H200")
 MHZ = model.clock_mhz(H200)
 BF16 = Spec("bfloat16", 128, 128, False)
@@ -205,6 +209,14 @@ def test_the_table_has_the_grid_in_both_types(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "NVIDIA H100 80GB HBM3, 132 multiprocessors at 1830 MHz, 3.35 TB/s" in text
     assert text.count("hd128-4k-full") == 2 and "573.0" in text and "577.0" in text
+
+
+def test_the_model_needs_no_torch():
+    program = (
+        "import sys, bench.model as m; m.points('h200'); print([x for x in ('torch', 'cutlass') if x in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_no_record_in_the_repository_beats_the_bound_at_the_highest_clock():
