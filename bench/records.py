@@ -22,7 +22,11 @@ FIELDS = (
     "graph_us", "eager_us", "cpu_us", "tflops", "peak_fraction", "cublas_fraction",
     "config", "gpu", "torch", "date", "commit",
 )  # fmt: skip
-MORE_FIELDS = {"accuracy": ("case", "rmse", "rel_error")}  # of suites that measure something else than time
+MORE_FIELDS = {  # of suites that measure something else than time
+    "accuracy": ("case", "rmse", "rel_error"),
+    "memory": ("case", "extra_bytes"),
+    "traffic": ("dram_bytes", "dram_formula", "l2_bytes", "l2_formula"),
+}
 
 
 @dataclasses.dataclass(frozen=True)

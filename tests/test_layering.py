@@ -30,7 +30,7 @@ LAYERS = {
     "tests": ["*"],
 }
 # What is measured with is tested too; everything else shares through fa3.testing.
-BENCH_TESTS = {"tests.test_bench", "tests.test_bench_fp8"}
+BENCH_TESTS = {"tests.test_bench", "tests.test_bench_fp8", "tests.test_bench_io", "tests.test_bench_model"}
 COMMANDS = {"fa3.demo", "fa3.check"}  # these show what fa3.testing measures
 
 
