@@ -9,6 +9,7 @@ from rich.table import Table
 
 from bench.measure import Outcome
 from bench.peers import PEERS
+from bench.records import Origin
 from fa3.console import table
 
 WIDTH = 150  # of a table that goes to a file
@@ -17,6 +18,11 @@ WIDTH = 150  # of a table that goes to a file
 def console() -> Console:
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def heading(origin: Origin) -> str:
+    cublas = f", cuBLAS bf16 {origin.cublas_tflops:.0f} TFLOP/s" if origin.cublas_tflops else ""
+    return f"{origin.gpu}, torch {origin.torch}, commit {origin.commit}{cublas}"
 
 
 def progress(to: Console) -> Progress:
@@ -135,6 +141,10 @@ def summary(points: list[list[Outcome]]) -> list[str]:
             f"fp16 against bf16: at most {marked(max(distances)[0], 0.05)} apart ({max(distances)[1]}); allowed 0.05"
         )
     return lines
+
+
+def not_measured(left: list[str]) -> list[str]:
+    return [f"Not measured, the time was up: {', '.join(left)}"] if left else []
 
 
 def _both_types(points: list[list[Outcome]]) -> Iterable[tuple[float, float, str]]:
