@@ -43,5 +43,6 @@ def write(root: Path, names: Sequence[str], blocks: Mapping[str, Callable[[], st
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """In Markdown."""
-    lines = [list(columns), ["---"] * len(columns), *map(list, rows)]
-    return "\n".join(("| " + " | ".join(line) + " |").replace("|  |", "| |") for line in lines)
+    lines = ["|".join(f" {cell} " if cell else " " for cell in line) for line in (columns, *rows)]
+    lines.insert(1, "|".join(["---"] * len(columns)))
+    return "\n".join(f"|{line}|" for line in lines)

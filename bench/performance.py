@@ -103,7 +103,7 @@ def forward_grid(records: Records) -> str:
     from_4k, below = (
         max((p for p in points if (p.shape.seqlen_q >= 4096) == long), key=slowdown) for long in (True, False)
     )
-    source = records.line("forward", points[0].commit, "python -m bench.forward --grid")
+    source = records.line("forward", points[0].commit, "python -m fa3 bench forward --grid")
     worst = (
         f"The worst point from 4K on takes {slowdown(from_4k):.2f} times the fastest peer's time ({from_4k.label}), "
         f"the worst below it {slowdown(below):.2f} times ({below.label})."
@@ -125,7 +125,7 @@ def forward_points(records: Records) -> str:
     ratios = [1 / slowdown(point) for point in points]
     wins = sum(ratio >= 1 for ratio in ratios)
     return "\n\n".join([
-        records.line("forward", points[0].commit, "python -m bench.forward --grid"),
+        records.line("forward", points[0].commit, "python -m fa3 bench forward --grid"),
         table([*columns, *(FA2_COLUMNS if with_fa2 else [])], rows),
         f"Fastest at {wins} of {len(points)} points; geometric mean of the fastest peer's time over ours "
         f"{statistics.geometric_mean(ratios):.3f}. cuBLAS in the same run: "
@@ -162,7 +162,7 @@ def fp8_longest(records: Records) -> str:
         if any(point.by_name["fast"]["config"]["promotion"] == 0 for point in here):
             rows.append([f'{dim}, `accumulation="fast"`', both(here, "fast"), "", "", ""])
     columns = ["head_dim", "kernel", "call", "BF16 kernel", "FlashAttention-3 FP8 kernel"]
-    return f"{records.line('fp8', points[0].commit, 'python -m bench.fp8')}\n\n{table(columns, rows)}"
+    return f"{records.line('fp8', points[0].commit, 'python -m fa3 bench fp8')}\n\n{table(columns, rows)}"
 
 
 def fp8_points(records: Records) -> str:
@@ -178,7 +178,7 @@ def fp8_points(records: Records) -> str:
             row += [f"{point.tflops('fa3'):.0f}", f"{point.time('fa3') / point.time('accurate'):.3f}"]
         rows.append(row)
     columns += ["FlashAttention-3 FP8", "its time over ours"] if with_fa3 else []
-    command = "python -m bench.fp8 --grid --impl accurate fa3"
+    command = "python -m fa3 bench fp8 --grid --impl accurate fa3"
     return f"{records.line('fp8', points[0].commit, command)}\n\n{table(columns, rows)}"
 
 
@@ -198,7 +198,7 @@ def accuracy(records: Records) -> str:
         [str(dim), f"{keys}", *(f"{100 * errors[dim, keys, look]:.3g}" for look in looks)]
         for dim, keys in dict.fromkeys((dim, keys) for dim, keys, _ in errors)
     ]
-    source = records.line("accuracy", rows[0]["commit"], "python -m bench.accuracy --case length")
+    source = records.line("accuracy", rows[0]["commit"], "python -m fa3 bench accuracy --case length")
     return f"{source}\n\n{table(['head_dim', 'keys', *(f'{LOOKS[look][0]}, %' for look in looks)], lines)}"
 
 
@@ -212,15 +212,15 @@ def host(records: Records) -> str:
     beyond = max(r["config"]["extra_bytes"] - r["config"]["o_lse_bytes"] for r in records.host if not r["cpu_us"])
     more = f"; {beyond} bytes more where the grid is dynamic, for its counter" if beyond else ""
     rows = [
-        [f"host time of a call ({sizes})", "; ".join(filter(None, cells)), "`python -m bench.host`"],
-        ["GPU memory of a call", f"O and LSE{more}", "`python -m bench.host`"],
+        [f"host time of a call ({sizes})", "; ".join(filter(None, cells)), "`python -m fa3 bench host`"],
+        ["GPU memory of a call", f"O and LSE{more}", "`python -m fa3 bench host`"],
     ]
     for cache, words in (("cold", "empty cache"), ("filled", "kernel in the cache")):
         seconds = [r["cpu_us"] / 1e6 for r in records.startup if r["config"]["cache"] == cache]
         digits = 1 if cache == "cold" else 2
         middle, *ends = (f"{x:.{digits}f}" for x in (statistics.median(seconds), min(seconds), max(seconds)))
         figure = f"{middle} s ({ends[0]} to {ends[1]}, {len(seconds)} processes)"
-        rows.append([f"first call of a process, {words}", figure, "`python -m bench.startup`"])
+        rows.append([f"first call of a process, {words}", figure, "`python -m fa3 bench startup`"])
     commits = f"commits {records.host[0]['commit']} and {records.startup[0]['commit']}"
     folder = f"`bench/results/{records.gpu}`"
     return f"{table(['', '', 'command'], rows)}\n\nOf {commits} in `host.jsonl` and `startup.jsonl` of {folder}."
@@ -242,17 +242,17 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
 
 
 def plot_forward(records: Records) -> Plot:
-    source = records.source(records.forward[0].by_name["ours"], "python -m bench.forward --grid")
+    source = records.source(records.forward[0].by_name["ours"], "python -m fa3 bench forward --grid")
     return plots.speed("forward", "BF16 forward, kernel time", records.forward, source, records.chip.peak_tflops)
 
 
 def plot_roofline(records: Records) -> Plot:
-    source = records.source(records.forward[0].by_name["ours"], "python -m bench.forward --grid")
+    source = records.source(records.forward[0].by_name["ours"], "python -m fa3 bench forward --grid")
     return plots.roofline("roofline", "BF16 forward, roofline", records.forward, source, records.chip)
 
 
 def plot_fp8(records: Records) -> Plot:
-    command = "python -m bench.fp8 --grid --impl accurate fa3"
+    command = "python -m fa3 bench fp8 --grid --impl accurate fa3"
     source = records.source(records.fp8[0].by_name["accurate"], command)
     peak = records.chip.peak_tflops
     return plots.speed("fp8", "FP8 forward, kernel time", records.fp8, source, peak and 2 * peak)
@@ -261,7 +261,7 @@ def plot_fp8(records: Records) -> Plot:
 def plot_accuracy(records: Records) -> Plot:
     rows = records.lengths
     about = "the same E4M3 tensors for all, V ~ N(1, 1), against float64"
-    source = records.source(rows[0], "python -m bench.accuracy --case length", about)
+    source = records.source(rows[0], "python -m fa3 bench accuracy --case length", about)
     return plots.error("accuracy", "FP8, error at growing length", errors_of(rows), source)
 
 
