@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 from bench.machine import Machine, open_machine, run_command, with_cublas
-from bench.measure import Outcome, Pace, compile_ahead, deadline, in_turn, jobs_here, measure_configs
+from bench.measure import Outcome, Pace, compile_ahead, deadline, jobs_here, measure_configs
 from bench.options import add_shapes, shapes_of
 from bench.peers import config_of, spec_of
 from bench.records import append
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     failed = False
     left: list[str] = []
     with torch.no_grad():
-        for shape in in_turn(shapes, pace, left):
+        for shape in report.in_turn(out, shapes, pace, left):
             outcomes = dict(
                 zip(SWITCHES, measure_configs(configs[shape].values(), shape, args.dtype, machine, pace), strict=True)
             )

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+Make = Callable[[], str]  # of one part
+
 COMMAND = "python -m fa3 bench report"
 BLOCK = re.compile(
     rf"^<!-- begin (?P<name>[\w-]+): {re.escape(COMMAND)} -->\n(?P<text>.*?)^<!-- end (?P=name) -->$", re.M | re.S
@@ -15,7 +17,7 @@ BLOCK = re.compile(
 ANY_MARKER = re.compile(r"^<!-- (begin|end)\b.*$", re.M)
 
 
-def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
+def filled(text: str, blocks: Mapping[str, Make]) -> str:
     """The document with every part made anew. Raises ValueError for a part that nobody makes or a marker alone."""
 
     def made(found: re.Match[str]) -> str:
@@ -31,12 +33,12 @@ def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
     return result
 
 
-def stale(root: Path, names: Sequence[str], blocks: Mapping[str, Callable[[], str]]) -> list[str]:
+def stale(root: Path, names: Sequence[str], blocks: Mapping[str, Make]) -> list[str]:
     """The documents that are not what `write` would leave."""
     return [name for name in names if filled((root / name).read_text(), blocks) != (root / name).read_text()]
 
 
-def write(root: Path, names: Sequence[str], blocks: Mapping[str, Callable[[], str]]) -> None:
+def write(root: Path, names: Sequence[str], blocks: Mapping[str, Make]) -> None:
     for name in names:
         (root / name).write_text(filled((root / name).read_text(), blocks))
 

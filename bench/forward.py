@@ -2,14 +2,14 @@
 
 Every output is checked before it is timed; all implementations and types of a shape take turns on the same inputs;
 every timing is a line in bench/results/<gpu>/forward.jsonl. What does not import or refuses a shape is named at the
-end. Exit status 1 if ours failed anywhere, 2 without a GPU.
+end. Exit status 1 if ours failed anywhere, or with --check is slower than its newest records; 2 without a GPU.
 """
 
 import argparse
 import time
 
 from bench.machine import Machine, open_machine, run_command, with_cublas
-from bench.measure import Contender, Outcome, compile_ahead, in_turn, jobs_here, measure
+from bench.measure import Contender, Outcome, compile_ahead, jobs_here, measure
 from bench.options import add_contenders, add_shapes, pace_of, shapes_of
 from bench.peers import IMPLS, PEERS, config_of, load, spec_of
 from bench.records import append
@@ -51,10 +51,8 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     pace = pace_of(args, began)
     points: list[list[Outcome]] = []
     left: list[str] = []
-    with torch.no_grad(), report.progress(out) as bar:
-        task = bar.add_task("shapes", total=len(shapes))
-        for shape in in_turn(shapes, pace, left):
-            bar.update(task, description=shape.name)
+    with torch.no_grad():
+        for shape in report.in_turn(out, shapes, pace, left):
             contenders = [
                 Contender(i, d, a, configs.get((shape, d)) if i == "ours" else None)
                 for d in args.dtype
@@ -66,7 +64,6 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
                     append(outcome.record(machine, SUITE), args.out)
             cells = "  ".join(report.cell(o) for o in points[-1])
             out.print(f"{shape.name}: {cells}  ({time.monotonic() - began:.0f} s)")
-            bar.advance(task)
     out.print(report.points_table(points, list(attentions)))
     everything = [outcome for point in points for outcome in point]
     for line in (*report.problems(everything), *report.summary(points), *report.not_measured(left)):

@@ -2,7 +2,8 @@
 
 All contenders of a shape take turns on the same BF16 inputs. What is quantised once is quantised before the clock
 starts; every output is checked first, against float64 on the BF16 inputs. Every timing is a line in
-bench/results/<gpu>/fp8.jsonl. Exit status 1 if ours failed anywhere, 2 without a GPU.
+bench/results/<gpu>/fp8.jsonl. Exit status 1 if ours failed anywhere, or with --check is slower than its newest records;
+2 without a GPU.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 
 from bench.check import Check
 from bench.machine import Machine, open_machine, run_command, with_cublas
-from bench.measure import Contender, Outcome, Pace, compile_ahead, in_turn, jobs_here, make_inputs
+from bench.measure import Contender, Outcome, Pace, compile_ahead, jobs_here, make_inputs
 from bench.options import add_contenders, add_shapes, pace_of, shapes_of
 from bench.peers import FP8, fa3_fp8, fp8_kernel, fp8_kernel_of, per_head, reason
 from bench.records import append
@@ -323,7 +324,7 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     missing: dict[str, str] = {}
     left: list[str] = []
     with torch.no_grad():
-        for shape in in_turn(shapes, pace, left):
+        for shape in report.in_turn(out, shapes, pace, left):
             points.append(measure(_made(args.impl, shape, machine, missing), shape, machine, pace))
             for outcome in points[-1].values():
                 if outcome.timing and keeps(args):

@@ -4,7 +4,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -145,18 +145,6 @@ def _try(contender: Contender, shape: Shape, tensors: Inputs, check: Check) -> t
 
 def _refuse(why: str, *_) -> None:
     raise RuntimeError(why)
-
-
-def in_turn(shapes: Iterable[Shape], pace: Pace, left: list[str]) -> Iterator[Shape]:
-    """One after the other. What would end past the deadline, were it as long as the longest so far, goes to `left`."""
-    longest = 0.0
-    for shape in shapes:
-        if not pace.has_time(longest):
-            left.append(shape.name)
-            continue
-        start = time.monotonic()
-        yield shape
-        longest = max(longest, time.monotonic() - start)
 
 
 def compile_ahead(kernels: Iterable[tuple[Any, Any]], jobs: int) -> dict[tuple[Any, Any], str]:

@@ -1,19 +1,26 @@
 """What the records hold: the points of a suite, each with everything that was measured in turns on the same inputs, and
 the newest commit that has all of them.
+
+The newest commit counts whose grid is whole: with every peer that was ever recorded at a point, so that a quick look at
+ours alone does not take the place of a comparison.
 """
 
 import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from bench.peers import FP8
+from bench.peers import FP8, PEERS
 from bench.records import PROBLEM, RESULTS
-from bench.shapes import Shape
+from bench.shapes import GRID, Shape
+from fa3.device import HOPPER, Chip, named
 
 Record = Mapping[str, Any]
+LONGEST = tuple(shape for shape in GRID if shape.seqlen_q == max(s.seqlen_q for s in GRID))
+SUITES = ("forward", "fp8", "accuracy", "host", "startup")  # that are shown
 SAME_POINT = datetime.timedelta(seconds=10)  # records of a point are written together; a new process takes longer
 
 
@@ -130,3 +137,57 @@ def newest(
 
 def _sizes(shape: Shape) -> tuple[Any, ...]:
     return tuple(getattr(shape, name) for name in PROBLEM)
+
+
+class Records:
+    """What is shown of one GPU, each part read when it is asked for. Raises NotRecorded where there is none."""
+
+    def __init__(self, gpu: str, results: Path = RESULTS) -> None:
+        self.gpu = gpu
+        self.suite = partial(read, gpu, results=results)
+
+    @cached_property
+    def forward(self) -> list[Point]:
+        return newest(self.suite("forward"), GRID, "bfloat16", ("ours",), PEERS)
+
+    @cached_property
+    def fp8(self) -> list[Point]:
+        """At all lengths."""
+        return newest(self.suite("fp8"), GRID, FP8, ("accurate",), ("fa3",))
+
+    @cached_property
+    def fp8_longest(self) -> list[Point]:
+        """With the whole call and BF16."""
+        return newest(self.suite("fp8"), LONGEST, FP8, ("accurate", "fast", "ours_call", "bf16"), ("fa3",))
+
+    @cached_property
+    def host(self) -> list[Record]:
+        return self._of_newest("host", lambda r: r["impl"] if r["cpu_us"] else r["seqlen_q"])
+
+    @cached_property
+    def startup(self) -> list[Record]:
+        return self._of_newest("startup", lambda r: r["config"]["cache"])
+
+    @cached_property
+    def lengths(self) -> list[Record]:
+        """Of accuracy: the error at growing length."""
+        found = self._of_newest("accuracy", lambda r: (r["case"], r["head_dim"], r["seqlen_k"], r["impl"]))
+        return [record for record in found if record["case"] == "length"]
+
+    @cached_property
+    def chip(self) -> Chip:
+        """By the name in the first record of any suite."""
+        first = next((found[0] for found in map(self.suite, SUITES) if found), None)
+        if first is None:
+            raise NotRecorded("nothing is recorded")
+        return named(first["gpu"], 0, HOPPER)
+
+    def _of_newest(self, suite: str, kind: Callable[[Record], Any]) -> list[Record]:
+        """The records of the newest commit that has one of each kind that any commit has."""
+        records = self.suite(suite)
+        kinds = {kind(record) for record in records}
+        for commit in dict.fromkeys(record["commit"] for record in reversed(records)):
+            found = [record for record in records if record["commit"] == commit]
+            if {kind(record) for record in found} == kinds:
+                return found
+        raise NotRecorded(f"no commit has the whole of suite {suite}")

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench.machine import Machine, open_machine, run_command, with_cublas
-from bench.measure import Outcome, Pace, compile_ahead, deadline, in_turn, jobs_here, measure_configs
+from bench.measure import Outcome, Pace, compile_ahead, deadline, jobs_here, measure_configs
 from bench.options import add_shapes, shapes_of
 from bench.peers import reason, spec_of
 from bench.records import append
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     pace = Pace(args.rounds, seconds=0.04, rest=0.02, deadline=deadline(began, args.budget_seconds))
     left: list[str] = []
     with torch.no_grad():
-        for shape in in_turn(shapes, pace, left):
+        for shape in report.in_turn(out, shapes, pace, left):
             chosen = [config for spec, config in kernels if spec == specs[shape]]
             outcomes = measure_configs(chosen, shape, args.dtype, machine, pace)
             for outcome in outcomes:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import documents, performance, plots, recorded, records
+from bench import documents, performance, plots, recorded, records, tables
 from bench.peers import FP8, PEERS
-from bench.performance import Records
 from bench.plots import LOOKS, Panel, Plot, Series, Source
-from bench.recorded import NotRecorded, newest, points
+from bench.recorded import NotRecorded, Records, newest, points
 from bench.shapes import GRID, NAMED
 from fa3.device import HOPPER, named
 
@@ -154,13 +153,14 @@ def made_up(tmp_path):
 
 
 def test_the_forward_tables_say_shares_speed_ups_and_the_worst_points(made_up):
-    text = performance.forward_points(made_up)
+    text = tables.forward_points(made_up)
     assert "| 128 full 16K | 500 | 50.5% | 62.5% | cuDNN 550 | 0.909 | 250 | 25.3% | 2.00x |" in text
     assert "| 64 causal 512 | 500 | 50.5% | 62.5% | cuDNN 400 | 1.250 | 250 | 25.3% | 2.00x |" in text
     mean = (1.25**18 * (500 / 550) ** 6) ** (1 / 24)
     assert f"Fastest at 18 of 24 points; geometric mean of the fastest peer's time over ours {mean:.3f}." in text
     assert "commit abc in `bench/results/h200/forward.jsonl`" in text
-    short = performance.forward_grid(made_up)
+    assert "fa3 is 2.00 to 2.00 times as fast as FlashAttention-2, which reaches 25.3% to 25.3% of the peak." in text
+    short = tables.forward_grid(made_up)
     assert "| 64 full | 500 / 400 | 500 / 400 | 500 / 400 | 500 / 550 |" in short
     assert "from 4K on takes 1.10 times" in short and "the worst below it 0.80 times" in short
     assert "Beside cuDNN and FlashAttention-2: " in short
@@ -177,14 +177,14 @@ def test_a_suite_that_is_not_recorded_is_named_and_the_others_are_drawn(made_up,
 
 
 def test_the_datasheets_are_known_by_name():
-    text = performance.peaks(Records("h200"))
+    text = tables.peaks(Records("h200"))
     assert "| H100 SXM | 989.5 | 1979 | 3.35 | 295.4 |" in text
     assert "| H100 PCIe | 756 | 1512 | 2 | 378 |" in text
     assert "| H200 | 989.5 | 1979 | 4.8 | 206.1 |" in text
 
 
 def test_fast_has_a_line_where_it_is_another_kernel(tmp_path):
-    for n, shape in enumerate(performance.LONGEST):
+    for n, shape in enumerate(recorded.LONGEST):
         fast = {"promotion": 0 if shape.head_dim == 256 else 1}
         kinds = [
             ("ours", 500, {"promotion": 1}),
@@ -196,9 +196,38 @@ def test_fast_has_a_line_where_it_is_another_kernel(tmp_path):
             us = shape.flops / tflops / 1e6
             records.append(row(impl, us, shape, second=10 * n, dtype=FP8, suite="fp8", config=config), tmp_path)
         records.append(row("ours", shape.flops / 4e8, shape, second=10 * n, suite="fp8"), tmp_path)
-    text = performance.fp8_longest(Records("h200", tmp_path))
+    text = tables.fp8_longest(Records("h200", tmp_path))
     assert "| 128 | 500 / 500 | 450 / 450 | 400 / 400 | 600 / 600 |" in text
     assert '| 256, `accumulation="fast"` | 800 / 800 | | | |' in text and text.count("fast") == 1
+
+
+def test_the_fp8_points_are_shares_of_twice_the_peak(tmp_path):
+    for n, shape in enumerate(GRID):
+        for impl, tflops, config in (("ours", 900, {"promotion": 1}), ("fa3", 1000, None)):
+            us = shape.flops / tflops / 1e6
+            records.append(row(impl, us, shape, second=10 * n, dtype=FP8, suite="fp8", config=config), tmp_path)
+    text = tables.fp8_points(Records("h200", tmp_path))
+    assert "| 256 causal 1K | 900 | 45.5% | 112.5% | 1000 | 0.900 |" in text and text.count("| 0.900 |") == 24
+
+
+def test_the_host_table_is_of_the_newest_whole_commit(tmp_path):
+    def host(impl, us, commit, **config):
+        records.append({**row(impl, None, commit=commit, suite="host", config=config or None), "cpu_us": us}, tmp_path)
+
+    for commit, us in (("old", 30.0), ("new", 18.25)):
+        for impl, times in (("ours", 1), ("fa3", 5), ("fa2", 3)):
+            host(impl, us * times, commit)
+        host("ours", None, commit, extra_bytes=1512, o_lse_bytes=1000)
+    host("ours", 1.0, "half")
+    for cache, seconds in (("cold", (9.5, 6.8, 8.47)), ("filled", (0.345, 0.375))):
+        for value in seconds:
+            made = row("ours", None, suite="startup", config={"cache": cache})
+            records.append({**made, "cpu_us": value * 1e6}, tmp_path)
+    text = tables.host(Records("h200", tmp_path))
+    assert "| 18.2 us; FA2 through SDPA 54.8, FA3 91.2 |" in text and "Of commits new and abc" in text
+    assert "| O and LSE; 512 bytes more where" in text
+    assert "empty cache | 8.5 s (6.8 to 9.5, 3 processes) |" in text
+    assert "kernel in the cache | 0.36 s (0.34 to 0.38, 2 processes) |" in text
 
 
 # Plots
@@ -276,7 +305,7 @@ def test_the_error_plot_is_in_percent_and_shows_fast_where_it_is_another_kernel(
 
 
 def test_errors_in_the_repository_grow_in_the_peer_only():
-    errors = performance.errors_of(Records("h200").lengths)
+    errors = tables.errors_of(Records("h200").lengths)
     longest = max(keys for _, keys, _ in errors)
     assert errors[128, longest, "accurate"] < 0.003 < 0.3 < errors[128, longest, "fa3"]
     raw = [json.loads(line) for line in (records.RESULTS / "h200" / "accuracy.jsonl").read_text().splitlines()]
