@@ -8,11 +8,12 @@ import argparse
 import time
 from dataclasses import replace
 
-from bench.machine import Machine, add_arguments, open_machine, run_command, with_cublas
+from bench.machine import Machine, open_machine, run_command, with_cublas
 from bench.measure import Outcome, Pace, compile_ahead, deadline, jobs_here, measure_configs
+from bench.options import add_shapes, shapes_of
 from bench.peers import config_of, spec_of
 from bench.records import append
-from bench.shapes import Shape, select_or_exit
+from bench.shapes import Shape
 
 SUITE = "ablation"
 SHAPES = ("hd128-16k-full", "hd128-16k-causal", "hd128-4k-full", "hd128-4k-causal")
@@ -23,11 +24,9 @@ GOAL = 1.15  # both against neither, hd128 16K full
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__.splitlines()[0])
-    result.add_argument("--shapes", nargs="+", metavar="NAME", default=SHAPES, help=f"default: {' '.join(SHAPES)}")
+    add_shapes(result, SHAPES)
     result.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     result.add_argument("--rounds", type=int, default=6)
-    result.add_argument("--budget-seconds", type=float, help="begin no shape after this")
-    add_arguments(result)
     return result
 
 
@@ -40,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     options = parser()
     args = options.parse_args(argv)
-    return run(args, select_or_exit(options, args.shapes), open_machine("cuda", args.commit), began)
+    return run(args, shapes_of(options, args), open_machine("cuda", args.commit), began)
 
 
 def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, began: float) -> int:
@@ -55,11 +54,9 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     pace = Pace(args.rounds, deadline=deadline(began, args.budget_seconds))
     result = report.table("TFLOP/s by kernel time, speed-up over neither", "shape", "tile", *SWITCHES, text_columns=2)
     failed = False
+    left: list[str] = []
     with torch.no_grad():
-        for shape in shapes:
-            if not pace.has_time():
-                out.print(f"Not measured, the time was up: {shape.name}")
-                continue
+        for shape in report.in_turn(out, shapes, pace, left):
             outcomes = dict(
                 zip(SWITCHES, measure_configs(configs[shape].values(), shape, args.dtype, machine, pace), strict=True)
             )
@@ -73,6 +70,8 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
             tile = f"{config.tile_m}x{config.tile_n}, {config.stages} stages"
             result.add_row(shape.name, tile, *(_cell(o, outcomes["neither"]) for o in outcomes.values()))
     out.print(result)
+    for line in report.not_measured(left):
+        out.print(line)
     out.print(f"Goal: both at least {GOAL} of neither at {SHAPES[0]}.")
     return int(failed)
 

@@ -337,7 +337,7 @@ def run(args: argparse.Namespace, machine: Machine, began: float) -> int:
     sizes = replace(sizes, seeds=args.seeds or sizes.seeds, paper=tuple(args.paper or sizes.paper))
     until = deadline(began, args.budget_seconds)
     here, missing = methods(machine.device)
-    out.print(f"{machine.origin.gpu}, torch {machine.origin.torch}, commit {machine.origin.commit}")
+    out.print(report.heading(machine.origin))
     figures: list[Figure] = []
     problems = [f"{name} is not here: {why}" for name, why in missing.items()]
     failed = False

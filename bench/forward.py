@@ -2,40 +2,29 @@
 
 Every output is checked before it is timed; all implementations and types of a shape take turns on the same inputs;
 every timing is a line in bench/results/<gpu>/forward.jsonl. What does not import or refuses a shape is named at the
-end. Exit status 1 if ours failed anywhere, 2 without a GPU.
+end. Exit status 1 if ours failed anywhere, or with --check is slower than its newest records; 2 without a GPU.
 """
 
 import argparse
 import time
-from dataclasses import replace
 
-from bench.machine import Machine, add_arguments, keep_apart, open_machine, run_command, with_cublas
-from bench.measure import Contender, Outcome, Pace, compile_ahead, deadline, jobs_here, measure
+from bench.machine import Machine, open_machine, run_command, with_cublas
+from bench.measure import Contender, Outcome, compile_ahead, jobs_here, measure
+from bench.options import add_contenders, add_shapes, pace_of, shapes_of
 from bench.peers import IMPLS, PEERS, config_of, load, spec_of
 from bench.records import append
-from bench.shapes import NAMED, Shape, select_or_exit
+from bench.regression import add_check, keeps, passes
+from bench.shapes import Shape
 
 SUITE = "forward"
-QUICK = Pace(rounds=2, seconds=0.02, rest=0.01)
 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m bench.forward", description=__doc__.splitlines()[0])
-    result.add_argument(
-        "--shapes", nargs="+", metavar="NAME", help=f"grid, models, or: {', '.join(NAMED)}; starts of names do"
-    )
-    result.add_argument(
-        "--grid", action="store_true", help="the 24 points: hd 64/128/256, full/causal, S 512/1K/4K/16K (default)"
-    )
+    add_shapes(result, ("grid",))
+    add_contenders(result, IMPLS, ("ours", *PEERS))
     result.add_argument("--dtype", nargs="+", choices=("bfloat16", "float16"), default=["bfloat16"])
-    result.add_argument("--impl", nargs="+", choices=IMPLS, default=["ours", *PEERS])
-    result.add_argument("--rounds", type=int, help=f"samples of each (default: {Pace.rounds})")
-    result.add_argument("--budget-seconds", type=float, help="begin no shape that would end later than this")
-    result.add_argument("--quick", action="store_true", help="two short rounds: to see that it runs")
-    result.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the plumbing, with --impl ours naive"
-    )
-    add_arguments(result)
+    add_check(result)
     return result
 
 
@@ -43,9 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     options = parser()
     args = options.parse_args(argv)
-    shapes = select_or_exit(options, [*(["grid"] if args.grid or not args.shapes else []), *(args.shapes or [])])
-    keep_apart(options, args, "measures nothing worth keeping")
-    return run(args, shapes, open_machine(args.device, args.commit), began)
+    return run(args, shapes_of(options, args), open_machine(args.device, args.commit), began)
 
 
 def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, began: float) -> int:
@@ -60,22 +47,12 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     configs = _configs(shapes, args.dtype, machine) if "ours" in attentions else {}
     compile_ahead(((spec_of(shape, dtype), c) for (shape, dtype), c in configs.items()), jobs_here())
     machine = with_cublas(machine)
-    origin = machine.origin
-    cublas = f", cuBLAS {origin.cublas_tflops:.0f} TFLOP/s" if origin.cublas_tflops else ""
-    out.print(f"{origin.gpu}, torch {origin.torch}, commit {origin.commit}{cublas}")
-    pace = QUICK if args.quick else Pace()
-    pace = replace(pace, rounds=args.rounds or pace.rounds, deadline=deadline(began, args.budget_seconds))
+    out.print(report.heading(machine.origin))
+    pace = pace_of(args, began)
     points: list[list[Outcome]] = []
     left: list[str] = []
-    longest = 0.0
-    with torch.no_grad(), report.progress(out) as bar:
-        task = bar.add_task("shapes", total=len(shapes))
-        for shape in shapes:
-            start = time.monotonic()
-            if not pace.has_time(longest):
-                left.append(shape.name)
-                continue
-            bar.update(task, description=shape.name)
+    with torch.no_grad():
+        for shape in report.in_turn(out, shapes, pace, left):
             contenders = [
                 Contender(i, d, a, configs.get((shape, d)) if i == "ours" else None)
                 for d in args.dtype
@@ -83,22 +60,18 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
             ]
             points.append(measure(contenders, shape, machine, pace))
             for outcome in points[-1]:
-                if outcome.timing:
+                if outcome.timing and keeps(args):
                     append(outcome.record(machine, SUITE), args.out)
             cells = "  ".join(report.cell(o) for o in points[-1])
             out.print(f"{shape.name}: {cells}  ({time.monotonic() - began:.0f} s)")
-            longest = max(longest, time.monotonic() - start)
-            bar.advance(task)
     out.print(report.points_table(points, list(attentions)))
     everything = [outcome for point in points for outcome in point]
-    for line in (*report.problems(everything), *report.summary(points)):
+    for line in (*report.problems(everything), *report.summary(points), *report.not_measured(left)):
         out.print(line)
-    if left:
-        out.print(f"Not measured, the time was up: {', '.join(left)}")
     failed = "ours" in args.impl and (
         "ours" in missing or any(o.contender.impl == "ours" and o.timing is None for o in everything)
     )
-    return int(failed)
+    return int(not passes(everything, machine, SUITE, args, out) or failed)
 
 
 def _configs(shapes: tuple[Shape, ...], dtypes: list[str], machine: Machine) -> dict:

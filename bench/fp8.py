@@ -2,24 +2,26 @@
 
 All contenders of a shape take turns on the same BF16 inputs. What is quantised once is quantised before the clock
 starts; every output is checked first, against float64 on the BF16 inputs. Every timing is a line in
-bench/results/<gpu>/fp8.jsonl. Exit status 1 if ours failed anywhere, 2 without a GPU.
+bench/results/<gpu>/fp8.jsonl. Exit status 1 if ours failed anywhere, or with --check is slower than its newest records;
+2 without a GPU.
 """
 
 import argparse
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from bench.check import Check
-from bench.forward import QUICK
-from bench.machine import Machine, add_arguments, keep_apart, open_machine, run_command, with_cublas
-from bench.measure import Contender, Outcome, Pace, compile_ahead, deadline, jobs_here, make_inputs
+from bench.machine import Machine, open_machine, run_command, with_cublas
+from bench.measure import Contender, Outcome, Pace, compile_ahead, jobs_here, make_inputs
+from bench.options import add_contenders, add_shapes, pace_of, shapes_of
 from bench.peers import FP8, fa3_fp8, fp8_kernel, fp8_kernel_of, per_head, reason
 from bench.records import append
-from bench.shapes import Shape, select_or_exit
+from bench.regression import add_check, keeps, passes
+from bench.shapes import Shape
 from fa3.testing.timing import compare
 
 SUITE = "fp8"
@@ -294,14 +296,9 @@ def _number(value: float | None) -> str:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m bench.fp8", description=__doc__.splitlines()[0])
-    result.add_argument("--shapes", nargs="+", metavar="NAME", default=SHAPES, help=f"default: {' '.join(SHAPES)}")
-    result.add_argument("--grid", action="store_true", help="the 24 points: hd 64/128/256, full/causal, S 512 to 16K")
-    result.add_argument("--impl", nargs="+", choices=tuple(ENTRIES), default=list(ENTRIES))
-    result.add_argument("--rounds", type=int, help=f"samples of each (default: {Pace.rounds})")
-    result.add_argument("--budget-seconds", type=float, help="begin no shape that would end later than this")
-    result.add_argument("--quick", action="store_true", help="two short rounds: to see that it runs")
-    result.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the plumbing")
-    add_arguments(result)
+    add_shapes(result, SHAPES)
+    add_contenders(result, tuple(ENTRIES))
+    add_check(result)
     return result
 
 
@@ -309,9 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     options = parser()
     args = options.parse_args(argv)
-    shapes = select_or_exit(options, ["grid"] if args.grid else args.shapes)
-    keep_apart(options, args, "measures nothing worth keeping")
-    return run(args, shapes, open_machine(args.device, args.commit), began)
+    return run(args, shapes_of(options, args), open_machine(args.device, args.commit), began)
 
 
 def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, began: float) -> int:
@@ -323,36 +318,28 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     if machine.device == "cuda":
         _compile_ahead(shapes, args.impl, machine)
     machine = with_cublas(machine)
-    origin = machine.origin
-    cublas = f", cuBLAS bf16 {origin.cublas_tflops:.0f} TFLOP/s" if origin.cublas_tflops else ""
-    out.print(f"{origin.gpu}, torch {origin.torch}, commit {origin.commit}{cublas}")
-    pace = QUICK if args.quick else Pace()
-    pace = replace(pace, rounds=args.rounds or pace.rounds, deadline=deadline(began, args.budget_seconds))
+    out.print(report.heading(machine.origin))
+    pace = pace_of(args, began)
     points: list[Mapping[str, Outcome]] = []
     missing: dict[str, str] = {}
     left: list[str] = []
-    longest = 0.0
     with torch.no_grad():
-        for shape in shapes:
-            start = time.monotonic()
-            if not pace.has_time(longest):
-                left.append(shape.name)
-                continue
+        for shape in report.in_turn(out, shapes, pace, left):
             points.append(measure(_made(args.impl, shape, machine, missing), shape, machine, pace))
             for outcome in points[-1].values():
-                if outcome.timing:
+                if outcome.timing and keeps(args):
                     append(outcome.record(machine, SUITE), args.out)
             cells = "  ".join(f"{name} {report.speed(o)}" for name, o in points[-1].items() if name not in _BYTES)
             out.print(f"{shape.name}: {cells}  ({time.monotonic() - began:.0f} s)")
-            longest = max(longest, time.monotonic() - start)
     out.print(table_of(points))
     everything = [outcome for point in points for outcome in point.values()]
-    for line in (*missing.values(), CUDNN, *report.problems(everything), *must_show(points)):
+    for line in (
+        *missing.values(), CUDNN, *report.problems(everything), *must_show(points), *report.not_measured(left)
+    ):  # fmt: skip
         out.print(line)
-    if left:
-        out.print(f"Not measured, the time was up: {', '.join(left)}")
+    holds = passes(everything, machine, SUITE, args, out)
     failed = any(point[name].timing is None for point in points for name in OURS if name in point)
-    return int(failed or any(name in OURS for name in missing))
+    return int(not holds or failed or any(name in OURS for name in missing))
 
 
 _BYTES = ("quantize", "copy")

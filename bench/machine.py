@@ -11,6 +11,7 @@ from fa3.testing.timing import Graph, spread
 
 CUBLAS_SIZE = 8192
 CUBLAS_SAMPLES = 5
+EXTRA = ("rich", "matplotlib")  # packages of the extra `bench`
 
 
 class NoDevice(Exception):
@@ -55,12 +56,23 @@ def with_cublas(machine: Machine) -> Machine:
 
 
 def run_command(suite: str, main: Callable[[], int]) -> None:
-    """Ends the process with main's status; with 2 and one sentence where there is no device."""
+    """Ends the process with main's status."""
+    sys.exit(status(f"bench.{suite}", main))
+
+
+def status(module: str, main: Callable[[], int]) -> int:
+    """main's; 2 and one sentence where there is no device, and where a package of the extra is missing."""
     try:
-        sys.exit(main())
+        return main()
     except NoDevice as error:
-        print(f"bench.{suite}: {error}", file=sys.stderr)
-        sys.exit(2)
+        problem = str(error)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA:
+            raise
+        problem = f'{package} is not installed: pip install -e ".[bench]" brings it.'
+    print(f"{module}: {problem}", file=sys.stderr)
+    return 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

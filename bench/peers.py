@@ -6,14 +6,15 @@ not in the kernel time.
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from bench.shapes import Shape
 from fa3.testing.timing import first_tensor
 
 Attention = Callable[[Any, Any, Any, bool], Any]
-PEERS = ("cudnn", "fa2", "fa3", "fa4")
+PEERS = ("cudnn", "fa2", "fa3", "fa4", "flashinfer")
+WORKSPACE_BYTES = 128 * 1024 * 1024  # FlashInfer's documentation asks for so much
 
 
 def load(names: Iterable[str]) -> tuple[dict[str, Attention], dict[str, str]]:
@@ -79,6 +80,37 @@ def _fa4() -> Attention:
     return lambda q, k, v, causal: first_tensor(flash_attn_func(q, k, v, causal=causal))
 
 
+def _flashinfer() -> Attention:
+    """Its ragged batch prefill on the FlashAttention-3 backend. The plan, which is of the lengths alone and shared by
+    all layers of a model, is made by the first call of a problem; the others run it.
+    """
+    import torch
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+    workspace: dict[Any, Any] = {}  # of the device: plans take turns in it
+
+    @lru_cache(maxsize=8)
+    def planned(sizes: tuple[int, ...], dtype: Any, device: Any, causal: bool) -> Any:
+        batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, head_dim_v = sizes
+        if device not in workspace:
+            workspace[device] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace[device], kv_layout="NHD", backend="fa3")
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        wrapper.plan(
+            starts * seqlen_q, starts * seqlen_k, heads, heads_kv, head_dim,
+            head_dim_vo=head_dim_v, causal=causal, q_data_type=dtype, kv_data_type=dtype,
+        )  # fmt: skip
+        return wrapper
+
+    def attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
+        sizes = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3])
+        flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))  # (batch * seqlen, heads, head_dim)
+        out = first_tensor(planned(sizes, q.dtype, q.device, causal).run(*flat))
+        return out.unflatten(0, q.shape[:2])
+
+    return attention
+
+
 def _naive() -> Attention:
     from fa3.reference import attention
 
@@ -97,6 +129,7 @@ _LOADERS: dict[str, Callable[[], Attention]] = {
     "fa2": lambda: _sdpa_on("FLASH_ATTENTION"),
     "fa3": _fa3,
     "fa4": _fa4,
+    "flashinfer": _flashinfer,
     "naive": _naive,
     "reference": _reference,
 }

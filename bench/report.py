@@ -1,14 +1,17 @@
 """Tables and progress of the benchmarks, by rich; wide enough to be read in a log."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bench.measure import Outcome
+from bench.measure import Outcome, Pace
 from bench.peers import PEERS
+from bench.records import Origin
+from bench.shapes import Shape
 from fa3.console import table
 
 WIDTH = 150  # of a table that goes to a file
@@ -17,6 +20,11 @@ WIDTH = 150  # of a table that goes to a file
 def console() -> Console:
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def heading(origin: Origin) -> str:
+    cublas = f", cuBLAS bf16 {origin.cublas_tflops:.0f} TFLOP/s" if origin.cublas_tflops else ""
+    return f"{origin.gpu}, torch {origin.torch}, commit {origin.commit}{cublas}"
 
 
 def progress(to: Console) -> Progress:
@@ -29,6 +37,24 @@ def progress(to: Console) -> Progress:
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=to, disable=not to.is_terminal)
+
+
+def in_turn(out: Console, shapes: Sequence[Shape], pace: Pace, left: list[str]) -> Iterator[Shape]:
+    """The shapes, one after the other, under a bar. What would end past the deadline, were it as long as the longest so
+    far, goes to `left`.
+    """
+    longest = 0.0
+    with progress(out) as bar:
+        task = bar.add_task("shapes", total=len(shapes))
+        for shape in shapes:
+            if not pace.has_time(longest):
+                left.append(shape.name)
+                continue
+            start = time.monotonic()
+            bar.update(task, description=shape.name)
+            yield shape
+            bar.advance(task)
+            longest = max(longest, time.monotonic() - start)
 
 
 def short(dtype: str) -> str:
@@ -135,6 +161,10 @@ def summary(points: list[list[Outcome]]) -> list[str]:
             f"fp16 against bf16: at most {marked(max(distances)[0], 0.05)} apart ({max(distances)[1]}); allowed 0.05"
         )
     return lines
+
+
+def not_measured(left: list[str]) -> list[str]:
+    return [f"Not measured, the time was up: {', '.join(left)}"] if left else []
 
 
 def _both_types(points: list[list[Outcome]]) -> Iterable[tuple[float, float, str]]:

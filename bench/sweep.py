@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from bench.machine import Machine, add_arguments, open_machine, run_command, with_cublas
+from bench.machine import Machine, open_machine, run_command, with_cublas
 from bench.measure import Outcome, Pace, compile_ahead, deadline, jobs_here, measure_configs
+from bench.options import add_shapes, shapes_of
 from bench.peers import reason, spec_of
 from bench.records import append
-from bench.shapes import Shape, select_or_exit
+from bench.shapes import Shape
 from fa3.kernels.forward.config import SHARED_BYTES, Config, Spec
 
 SUITE = "sweep"
@@ -29,7 +30,7 @@ OTHER_REGISTERS = 24  # addresses, row state, loop: about what the kernels need 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m bench.sweep", description=__doc__.splitlines()[0])
-    result.add_argument("--shapes", nargs="+", metavar="NAME", default=SHAPES)
+    add_shapes(result, SHAPES)
     result.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     result.add_argument("--warpgroups", nargs="+", type=int, default=[2, 3])
     result.add_argument(
@@ -44,8 +45,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rounds", type=int, default=3)
     result.add_argument("--jobs", type=int, default=jobs_here(), help="compilers at a time")
     result.add_argument("--keep-spills", action="store_true", help="do not look for spills: half the compile time")
-    result.add_argument("--budget-seconds", type=float, help="begin no shape after this")
-    add_arguments(result)
     return result
 
 
@@ -108,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     options = parser()
     args = options.parse_args(argv)
-    return run(args, select_or_exit(options, args.shapes), open_machine("cuda", args.commit), began)
+    return run(args, shapes_of(options, args), open_machine("cuda", args.commit), began)
 
 
 def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, began: float) -> int:
@@ -131,11 +130,9 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     )
     machine = with_cublas(machine)
     pace = Pace(args.rounds, seconds=0.04, rest=0.02, deadline=deadline(began, args.budget_seconds))
+    left: list[str] = []
     with torch.no_grad():
-        for shape in shapes:
-            if not pace.has_time():
-                out.print(f"Not measured, the time was up: {shape.name}")
-                continue
+        for shape in report.in_turn(out, shapes, pace, left):
             chosen = [config for spec, config in kernels if spec == specs[shape]]
             outcomes = measure_configs(chosen, shape, args.dtype, machine, pace)
             for outcome in outcomes:
@@ -144,6 +141,8 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
             out.print(_table(shape, outcomes, args.top))
             for line in report.problems(outcomes):
                 out.print(line)
+    for line in report.not_measured(left):
+        out.print(line)
     return int(not kernels)
 
 

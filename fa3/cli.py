@@ -3,10 +3,14 @@
 import argparse
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 from fa3 import __version__
 from fa3.heuristics import DTYPES
 from fa3.kernels.forward.config import FP8
+
+BENCH = "bench.suites"  # not of this package: it is there in a clone only
+NO_BENCH = 'the benchmarks stand in the repository: clone it, pip install -e ".[bench]" there, and run this there.'
 
 
 def parser() -> argparse.ArgumentParser:
@@ -14,13 +18,19 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"fa3 {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, module: str, summary: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=summary, description=summary)
+    def command(name: str, module: str, summary: str, **options: Any) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary, **options)
         sub.set_defaults(module=module)
         return sub
 
     command("demo", "fa3.demo", "Run attention on recorded Q, K, V; show its error, then speed or compiled kernel.")
     command("info", "fa3.info", "Show versions, GPUs, the kernel cache, and what works here and why not.")
+
+    # Its options are those of the suites: to this parser they are words. No option begins with a NUL.
+    bench = command(
+        "bench", BENCH, "Measure speed and error beside other libraries.", prefix_chars="\0", add_help=False
+    )
+    bench.add_argument("arguments", nargs="*")
 
     check = command("check", "fa3.check", "Run the property-based accuracy tests on this machine.")
     check.add_argument("--examples", type=_positive, default=20, metavar="N", help="examples per property (default 20)")
@@ -46,7 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             root.error("compile: give --all, or some of --dtype, --head-dim, --head-dim-v and --causal / --no-causal")
         if arguments.head_dim_v is not None and arguments.head_dim is None:
             root.error("compile: --head-dim-v needs --head-dim")
-    return importlib.import_module(arguments.module).run(arguments)
+    try:
+        module = importlib.import_module(arguments.module)
+    except ModuleNotFoundError as error:
+        if arguments.module != BENCH or error.name not in (BENCH, BENCH.partition(".")[0]):
+            raise
+        root.exit(2, f"fa3 bench: {NO_BENCH}\n")
+    return module.run(arguments)
 
 
 def _positive(text: str) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fa3
-from bench import accuracy, fp8, peers, records
+from bench import accuracy, fp8, options, peers, records
 from bench.machine import open_machine
 from bench.measure import Outcome, Pace, make_inputs
 from bench.shapes import NAMED, select
@@ -38,7 +38,7 @@ def no_kernels(monkeypatch):
     monkeypatch.setattr(fa3, "flash_attn_quantized_func", on_quantized)
     monkeypatch.setattr(fa3, "flash_attn_fp8_func", whole_call)
     monkeypatch.setattr(fa3, "flash_attn_func", lambda q, k, v, causal=False: attention(q, k, v, causal=causal)[0])
-    monkeypatch.setattr(fp8, "QUICK", QUICK)
+    monkeypatch.setattr(options, "QUICK", QUICK)
 
 
 def read_records(folder, suite):

@@ -33,7 +33,7 @@ def test_help_names_every_command_and_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert time.perf_counter() - start < 2
     assert done.returncode == 0 and done.stdout.strip().endswith("False")
-    for command in ("demo", "info", "check", "compile"):
+    for command in ("demo", "info", "bench", "check", "compile"):
         assert f"\n    {command} " in done.stdout
 
 

@@ -1,0 +1,50 @@
+"""The options that suites share, and what is made of them."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bench.machine import add_arguments, keep_apart
+from bench.measure import Pace, deadline
+from bench.shapes import NAMED, Shape, select_or_exit
+
+QUICK = Pace(rounds=2, seconds=0.02, rest=0.01)
+
+
+def add_shapes(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    """Which shapes, and for how long."""
+    parser.add_argument(
+        "--shapes", nargs="+", metavar="NAME",
+        help=f"grid, models, or: {', '.join(NAMED)}; starts of names do (default: {' '.join(default)})",
+    )  # fmt: skip
+    parser.add_argument("--budget-seconds", type=float, help="begin no shape that would end later than this")
+    parser.set_defaults(shapes_by_default=tuple(default))
+    add_arguments(parser)
+
+
+def add_contenders(parser: argparse.ArgumentParser, impls: Sequence[str], default: Sequence[str] = ()) -> None:
+    """Who takes part, and how long a sample is."""
+    parser.add_argument(
+        "--grid", action="store_true", help="the 24 points: hd 64/128/256, full/causal, S 512/1K/4K/16K"
+    )
+    parser.add_argument("--impl", nargs="+", choices=impls, default=list(default or impls))
+    parser.add_argument("--rounds", type=int, help=f"samples of each (default: {Pace.rounds})")
+    parser.add_argument("--quick", action="store_true", help="two short rounds: to see that it runs")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the plumbing")
+
+
+def shapes_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Shape, ...]:
+    """What --grid and --shapes name together, else the default. Exits where there is no such shape, and where what runs
+    on a CPU would be kept beside the measurements.
+    """
+    grid = ["grid"] if getattr(args, "grid", False) else []
+    shapes = select_or_exit(parser, [*grid, *(args.shapes or [])] or args.shapes_by_default)
+    if getattr(args, "device", "cuda") == "cpu":
+        keep_apart(parser, args, "measures nothing worth keeping")
+    return shapes
+
+
+def pace_of(args: argparse.Namespace, began: float) -> Pace:
+    """Of the options of both functions above."""
+    pace = QUICK if args.quick else Pace()
+    return replace(pace, rounds=args.rounds or pace.rounds, deadline=deadline(began, args.budget_seconds))

@@ -1,0 +1,193 @@
+"""What the records hold: the points of a suite, each with everything that was measured in turns on the same inputs, and
+the newest commit that has all of them.
+
+The newest commit counts whose grid is whole: with every peer that was ever recorded at a point, so that a quick look at
+ours alone does not take the place of a comparison.
+"""
+
+import datetime
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from bench.peers import FP8, PEERS
+from bench.records import PROBLEM, RESULTS
+from bench.shapes import GRID, Shape
+from fa3.device import HOPPER, Chip, named
+
+Record = Mapping[str, Any]
+LONGEST = tuple(shape for shape in GRID if shape.seqlen_q == max(s.seqlen_q for s in GRID))
+SUITES = ("forward", "fp8", "accuracy", "host", "startup")  # that are shown
+SAME_POINT = datetime.timedelta(seconds=10)  # records of a point are written together; a new process takes longer
+
+
+class NotRecorded(LookupError):
+    """The records lack what was asked for; the message is for the user."""
+
+
+def read(gpu: str, suite: str, results: Path = RESULTS) -> list[Record]:
+    """All records of a suite, oldest first; `gpu` is the name of the folder. None where there is no file."""
+    path = results / gpu / f"{suite}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def problem_of(record: Record) -> tuple[Any, ...]:
+    return tuple(record[name] for name in PROBLEM)
+
+
+def accumulation(record: Record) -> str:
+    """`accurate` or `fast` of our FP8 attention, empty of everything else."""
+    config = record["config"] or {}
+    if record["dtype"] != FP8 or record["impl"] not in ("ours", "ours_call"):
+        return ""
+    return config.get("accumulation") or ("accurate" if config.get("promotion") else "fast")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One shape of one run: `by_name` is by impl, in FP8 ours by its accumulation, and bf16 for ours beside it."""
+
+    shape: Shape
+    commit: str
+    by_name: Mapping[str, Record]
+
+    @property
+    def label(self) -> str:
+        return f"{self.shape.head_dim} {mask(self.shape)} {length(self.shape.seqlen_q)}"
+
+    def tflops(self, name: str) -> float:
+        return self.shape.flops / self.time(name) / 1e6
+
+    def time(self, name: str) -> float:
+        return self.by_name[name]["graph_us"]
+
+    @property
+    def cublas(self) -> float:
+        """TFLOP/s of the bf16 matrix product in the same run."""
+        first = next(r for r in self.by_name.values() if r["cublas_fraction"])
+        return first["tflops"] / first["cublas_fraction"]
+
+
+def mask(shape: Shape) -> str:
+    return "causal" if shape.causal else "full"
+
+
+def length(seqlen: int) -> str:
+    return f"{seqlen // 1024}K" if seqlen % 1024 == 0 else str(seqlen)
+
+
+def points(records: Iterable[Record], dtype: str) -> list[Point]:
+    """In the order of the records. `dtype` is that of the suite: FP8, or the one of the two types that is wanted."""
+    groups: list[list[Record]] = []
+    for record in records:
+        if groups and _together(groups[-1][0], record):
+            groups[-1].append(record)
+        else:
+            groups.append([record])
+    made = []
+    for group in groups:
+        by_name: dict[str, Record] = {}
+        for record in group:
+            name = _name(record, dtype, by_name)
+            if name and record["graph_us"]:
+                by_name[name] = record
+        if by_name:
+            shape = Shape("", **{name: group[0][name] for name in PROBLEM})
+            made.append(Point(shape, group[0]["commit"], by_name))
+    return made
+
+
+def _together(first: Record, other: Record) -> bool:
+    began, then = (datetime.datetime.fromisoformat(r["date"]) for r in (first, other))
+    return (first["commit"], problem_of(first)) == (other["commit"], problem_of(other)) and then - began < SAME_POINT
+
+
+def _name(record: Record, dtype: str, before: Mapping[str, Record]) -> str:
+    """What the record is called in its point; "" where it is of another type."""
+    if dtype != FP8:
+        return record["impl"] if record["dtype"] == dtype else ""
+    if record["impl"] == "ours":
+        name = accumulation(record) or "bf16"
+        return "fast" if name in before and name == "accurate" else name  # one kernel serves both, and ran twice
+    return record["impl"]
+
+
+def newest(
+    records: Sequence[Record], shapes: Sequence[Shape], dtype: str, names: Sequence[str], beside: Sequence[str] = ()
+) -> list[Point]:
+    """A point for each shape, all of the newest commit that has all of them; of each the newest run that has all names,
+    and those of `beside` that any run of the shape has. Raises NotRecorded where no commit is so whole.
+    """
+    made: dict[tuple[Any, ...], list[Point]] = {_sizes(shape): [] for shape in shapes}
+    for point in points(records, dtype):
+        made.get(_sizes(point.shape), []).append(point)
+    chosen: list[dict[str, Point]] = []  # of each shape, by commit
+    for runs in made.values():
+        seen = {name for point in runs for name in point.by_name}
+        wanted = {*names, *(seen & set(beside))}
+        chosen.append({point.commit: point for point in runs if wanted <= point.by_name.keys()})
+    for commit in dict.fromkeys(record["commit"] for record in reversed(records)):
+        if chosen and all(commit in by_commit for by_commit in chosen):
+            return [by_commit[commit] for by_commit in chosen]
+    raise NotRecorded(f"no commit has all {len(shapes)} shapes with {', '.join([*names, *beside])} in {dtype}")
+
+
+def _sizes(shape: Shape) -> tuple[Any, ...]:
+    return tuple(getattr(shape, name) for name in PROBLEM)
+
+
+class Records:
+    """What is shown of one GPU, each part read when it is asked for. Raises NotRecorded where there is none."""
+
+    def __init__(self, gpu: str, results: Path = RESULTS) -> None:
+        self.gpu = gpu
+        self.suite = partial(read, gpu, results=results)
+
+    @cached_property
+    def forward(self) -> list[Point]:
+        return newest(self.suite("forward"), GRID, "bfloat16", ("ours",), PEERS)
+
+    @cached_property
+    def fp8(self) -> list[Point]:
+        """At all lengths."""
+        return newest(self.suite("fp8"), GRID, FP8, ("accurate",), ("fa3",))
+
+    @cached_property
+    def fp8_longest(self) -> list[Point]:
+        """With the whole call and BF16."""
+        return newest(self.suite("fp8"), LONGEST, FP8, ("accurate", "fast", "ours_call", "bf16"), ("fa3",))
+
+    @cached_property
+    def host(self) -> list[Record]:
+        return self._of_newest("host", lambda r: r["impl"] if r["cpu_us"] else r["seqlen_q"])
+
+    @cached_property
+    def startup(self) -> list[Record]:
+        return self._of_newest("startup", lambda r: r["config"]["cache"])
+
+    @cached_property
+    def lengths(self) -> list[Record]:
+        """Of accuracy: the error at growing length."""
+        found = self._of_newest("accuracy", lambda r: (r["case"], r["head_dim"], r["seqlen_k"], r["impl"]))
+        return [record for record in found if record["case"] == "length"]
+
+    @cached_property
+    def chip(self) -> Chip:
+        """By the name in the first record of any suite."""
+        first = next((found[0] for found in map(self.suite, SUITES) if found), None)
+        if first is None:
+            raise NotRecorded("nothing is recorded")
+        return named(first["gpu"], 0, HOPPER)
+
+    def _of_newest(self, suite: str, kind: Callable[[Record], Any]) -> list[Record]:
+        """The records of the newest commit that has one of each kind that any commit has."""
+        records = self.suite(suite)
+        kinds = {kind(record) for record in records}
+        for commit in dict.fromkeys(record["commit"] for record in reversed(records)):
+            found = [record for record in records if record["commit"] == commit]
+            if {kind(record) for record in found} == kinds:
+                return found
+        raise NotRecorded(f"no commit has the whole of suite {suite}")
