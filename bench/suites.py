@@ -15,7 +15,10 @@ SUITES = {
     "host": ("bench.host", "host time of a call and the memory that it takes"),
     "startup": ("bench.startup", "the first call of a process, with an empty and a filled kernel cache"),
     "ablation": ("bench.ablation", "what ping-pong and overlap are worth"),
+    "memory": ("bench.memory", "memory of a call against length, naive attention's and ours"),
+    "traffic": ("bench.traffic", "DRAM and L2 bytes of a call by Nsight Compute, naive attention's and ours"),
     "sweep": ("bench.sweep", "which Config is fastest: compiles and times combinations"),
+    "model": ("bench.model", "what the kernel could reach, term by term, and how near the records come; needs no GPU"),
     "report": ("bench.performance", "the tables and plots of the documents, from the records; needs no GPU"),
 }
 

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from bench.documents import table
+from bench.model import of_record, utilization
 from bench.peers import PEERS
 from bench.plots import LOOKS, Errors
 from bench.recorded import NotRecorded, Point, Record, Records, length, mask
@@ -17,10 +18,11 @@ KNOWN = {"H100 SXM": "NVIDIA H100 80GB HBM3", "H100 PCIe": "NVIDIA H100 PCIe", "
 FA2_COLUMNS = ("FA2", "FA2 of the peak", "over FA2")
 HOST_NAMES = {"fa2": "FA2 through SDPA", "cudnn": "cuDNN through SDPA", "fa3": "FA3", "fa4": "FA4"}
 
-# What a point's speed is a share of, by column. That of the model of our kernel joins here.
+# What a point's speed is a share of, by column.
 UTILIZATION: dict[str, Callable[[Point, Chip], float | None]] = {
     "of the peak": lambda point, chip: chip.peak_tflops and point.tflops("ours") / chip.peak_tflops,
     "of cuBLAS": lambda point, chip: point.tflops("ours") / point.cublas,
+    "of the model": lambda point, chip: of_model(point.by_name["ours"]),
 }
 
 # Words and numbers
@@ -47,6 +49,11 @@ def slowdown(point: Point) -> float:
 def listed(names: Sequence[str]) -> str:
     words = [LOOKS[name][0] for name in names]
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def of_model(record: Record) -> float | None:
+    """None for a record that does not say what ran."""
+    return utilization(record) if record["config"] else None
 
 
 def percent(share: float | None) -> str:
@@ -158,16 +165,32 @@ def fp8_points(records: Records) -> str:
     points = records.fp8
     peak = records.chip.peak_tflops
     with_fa3 = all("fa3" in point.by_name for point in points)
-    columns = ["head_dim, mask, S", "TFLOP/s", "of the FP8 peak", "of cuBLAS bf16"]
+    columns = ["head_dim, mask, S", "TFLOP/s", "of the FP8 peak", "of cuBLAS bf16", "of the model"]
     rows = []
     for point in points:
         speed = point.tflops("accurate")
         row = [point.label, f"{speed:.0f}", percent(peak and speed / peak / 2), percent(speed / point.cublas)]
+        row.append(percent(of_model(point.by_name["accurate"])))
         if with_fa3:
             row += [f"{point.tflops('fa3'):.0f}", f"{point.time('fa3') / point.time('accurate'):.3f}"]
         rows.append(row)
     columns += ["FlashAttention-3 FP8", "its time over ours"] if with_fa3 else []
     return f"{line(records, 'fp8', points[0].commit, FP8_GRID)}\n\n{table(columns, rows)}"
+
+
+def model(records: Records) -> str:
+    """The bound of every point in microseconds, and what bounds."""
+    tables = []
+    for words, suite, points, name in (
+        ("BF16", "forward", records.forward, "ours"), ("FP8, accurate", "fp8", records.fp8, "accurate"),
+    ):  # fmt: skip
+        cells = {}
+        for point in points:
+            terms = of_record(point.by_name[name])
+            cells[point.label] = f"{terms.bound:.0f} {terms.limit}"
+        where = f"with the configs of commit {points[0].commit} in `bench/results/{records.gpu}/{suite}.jsonl`:"
+        tables.append(f"{words}, {where}\n\n{by_length(points, cells)}")
+    return "\n\n".join(tables)
 
 
 def errors_of(records: Iterable[Record]) -> Errors:
@@ -218,6 +241,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "forward-grid": forward_grid,
     "forward-points": forward_points,
     "peaks": peaks,
+    "model": model,
     "fp8-longest": fp8_longest,
     "fp8-points": fp8_points,
     "accuracy": accuracy,
