@@ -15,7 +15,7 @@ test: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check bench fa3 kernels tests
+	$(RUN) -m ruff format --check bench fa3 kernels quant tests
 	$(RUN) -m mypy
 	$(RUN) -m pytest -q tests/test_layering.py
 
