@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.recorded import NotRecorded
 from bench.records import RESULTS, Origin, commit
 from fa3.testing.timing import Graph, spread
 
@@ -61,10 +62,10 @@ def run_command(suite: str, main: Callable[[], int]) -> None:
 
 
 def status(module: str, main: Callable[[], int]) -> int:
-    """main's; 2 and one sentence where there is no device, and where a package of the extra is missing."""
+    """main's; 2 and one sentence where there is no device, no package of the extra, or no whole record."""
     try:
         return main()
-    except NoDevice as error:
+    except (NoDevice, NotRecorded) as error:
         problem = str(error)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -9,7 +9,6 @@ Latency, power and what a tile costs at its start and end are not in it. Needs n
 
 import argparse
 import heapq
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.peers import FP8, config_of, fp8_kernel_of, spec_of
+from bench.recorded import problem_of, read
 from bench.records import PROBLEM, RESULTS, short_name
 from bench.shapes import GRID, Shape
 from fa3 import heuristics
@@ -277,17 +277,8 @@ def newest(records: Iterable[Mapping[str, Any]], dtype: str) -> dict[tuple, Mapp
     for r in records:
         is_same = r["impl"] == "ours" and r["dtype"] == dtype and r["graph_us"] and r["config"]
         if is_same and (dtype != FP8 or r["config"].get("promotion")):
-            found[problem(r)] = r
+            found[problem_of(r)] = r
     return found
-
-
-def problem(record: Mapping[str, Any]) -> tuple:
-    return tuple(record[name] for name in PROBLEM)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Nothing where there is no such file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # The command
@@ -307,7 +298,7 @@ def points(gpu: str, mhz: float | None = None, results: Path = RESULTS) -> list[
     chip = chip_of(CHIPS[gpu])
     found = []
     for dtype, suite in (("bfloat16", "forward"), (FP8, "fp8")):
-        records = read(results / short_name(chip.name) / f"{suite}.jsonl")
+        records = read(short_name(chip.name), suite, results)
         measured = newest((r for r in records if chip_of(r["gpu"]).peak_tflops == chip.peak_tflops), dtype)
         for shape in GRID:
             record = measured.get(tuple(getattr(shape, name) for name in PROBLEM))
@@ -356,4 +347,6 @@ def _us(value: float) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from bench.machine import run_command
+
+    run_command("model", main)

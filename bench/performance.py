@@ -71,6 +71,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     records = Records(args.gpu, args.results)
+    if not (args.results / args.gpu).is_dir():
+        there = ", ".join(sorted(path.name for path in args.results.glob("*/"))) or "none"
+        print(f"nothing is recorded of {args.gpu} in {args.results}; recorded GPUs: {there}")
+        return 1
     if args.figures:
         return draw_what_is_there(records, args.figures)
     try:

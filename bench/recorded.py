@@ -29,9 +29,17 @@ class NotRecorded(LookupError):
 
 
 def read(gpu: str, suite: str, results: Path = RESULTS) -> list[Record]:
-    """All records of a suite, oldest first; `gpu` is the name of the folder. None where there is no file."""
+    """All records of a suite, oldest first; `gpu` is the name of the folder. None where there is no file. Raises
+    NotRecorded for a line that is no record, as an interrupted run may leave.
+    """
     path = results / gpu / f"{suite}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            raise NotRecorded(f"{path}, line {number} is no record: mend or remove it") from None
+    return found
 
 
 def problem_of(record: Record) -> tuple[Any, ...]:

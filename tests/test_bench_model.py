@@ -13,6 +13,7 @@ import pytest
 from bench import model
 from bench.model import Terms, chip_of, instructions, terms
 from bench.peers import FP8, config_of, fp8_kernel_of, spec_of
+from bench.recorded import problem_of, read
 from bench.records import PROBLEM
 from bench.shapes import NAMED, Shape
 from fa3 import heuristics
@@ -189,16 +190,15 @@ def test_a_record_is_judged_by_the_config_that_it_ran_with():
             model.of_record({**record, **other})
 
 
-def test_the_newest_record_of_ours_counts(tmp_path):
+def test_the_newest_record_of_ours_counts():
     spec, config, shape = kernel_of("hd256-4k-full", FP8)
     chosen = dataclasses.asdict(config)
     base = {"impl": "ours", "dtype": FP8, "graph_us": 1.0, "config": chosen}
     base |= {name: getattr(shape, name) for name in PROBLEM}
     fast = {**base, "graph_us": 3.0, "config": {**chosen, "promotion": 0}}
     records = [base, {**base, "graph_us": 2.0}, fast, {**base, "impl": "fa3"}, {**base, "graph_us": None}]
-    assert model.newest(records, FP8) == {model.problem(base): records[1]}
+    assert model.newest(records, FP8) == {problem_of(base): records[1]}
     assert model.newest(records, "bfloat16") == {}
-    assert model.read(tmp_path / "nothing.jsonl") == []
 
 
 def test_the_table_has_the_grid_in_both_types(tmp_path, capsys):
@@ -226,7 +226,7 @@ def test_no_record_in_the_repository_beats_the_bound_at_the_highest_clock():
 
 
 def test_the_ablation_lies_between_bound_and_serial():
-    records = [r for r in model.read(model.RESULTS / "h200" / "ablation.jsonl") if r["head_dim"] == 128]
+    records = [r for r in read("h200", "ablation") if r["head_dim"] == 128]
     assert len(records) >= 24
     for r in records:
         t = model.of_record(r)

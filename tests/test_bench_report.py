@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import documents, performance, plots, recorded, records, tables
+from bench import documents, performance, plots, recorded, records, suites, tables
 from bench.model import of_record
 from bench.peers import FP8, PEERS
 from bench.plots import LOOKS, Panel, Plot, Series, Source
@@ -177,6 +177,22 @@ def test_a_suite_that_is_not_recorded_is_named_and_the_others_are_drawn(made_up,
     assert "accuracy: no commit has the whole of suite accuracy" in printed
     assert performance.main(["--results", str(tmp_path), "--gpu", "h100", "--figures", str(tmp_path / "none")]) == 1
     assert performance.main(["--results", str(tmp_path), "--check-docs"]) == 1
+
+
+def test_a_damaged_line_and_an_unknown_gpu_are_named(tmp_path, capsys):
+    assert recorded.read("h200", "forward", tmp_path) == []
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    (folder / "forward.jsonl").write_text(json.dumps(row("ours", 1.0)) + '\n{"suite": "forw')
+    damaged = f"{folder / 'forward.jsonl'}, line 2 is no record: mend or remove it"
+    with pytest.raises(NotRecorded, match=re.escape(damaged)):
+        recorded.read("h200", "forward", tmp_path)
+    assert performance.main(["--results", str(tmp_path), "--check-docs"]) == 1
+    assert damaged in capsys.readouterr().out
+    assert suites.main(["model", "--results", str(tmp_path)]) == 2
+    assert f"bench.model: {damaged}" in capsys.readouterr().err
+    assert performance.main(["--results", str(tmp_path), "--gpu", "h300"]) == 1
+    assert f"nothing is recorded of h300 in {tmp_path}; recorded GPUs: h200" in capsys.readouterr().out
 
 
 def test_the_datasheets_are_known_by_name():
