@@ -18,7 +18,9 @@ from .scheduler import WorkTile
 # is off by a common factor of up to 2^(EXACT * 2^-25). Beyond, that factor would overflow; there fp32 scores are 16
 # apart and more, and a power of two as the scale makes the product exact: P is 1 for the largest score, else about 0.
 EXACT = 2.0**28
-SLACK = 8.0  # log2: how far a reference that moves rarely may stay below the largest score; P is 2^8 at most
+# log2: how far a reference that moves rarely may stay below the largest score; P is 2^7 at most. Beyond EXACT / 2 fp32
+# scores are 8 apart and more, so that there, where the scale may be coarse, it moves as often as the max.
+SLACK = 7.0
 CHAINS = 4  # independent accumulators of a reduction over registers: hides the latency of one
 
 

@@ -52,7 +52,7 @@ class Config:
     prefetch: bool = False  # FP8, with overlap: V, the next K and its scales are awaited behind the exponentials
     alternate: bool = False  # FP8, with promotion: QK is a block ahead, where the PV before it was summed
     rescale_early: bool = False  # with overlap: O is rescaled under the next QK, else among this block's exponentials
-    rescale_rarely: bool = False  # 16 bit, with overlap: early, and only where a row's max has grown by 2^8
+    rescale_rarely: bool = False  # 16 bit, with overlap: early, and only where a row's max has grown by 2^7
     promotion: int = 0  # key blocks whose PV the tensor core sums before it is added to O in FP32: 1, or 0 for all
     chunk: int = 0  # with promotion: columns of O that are computed and added at a time; 0: all
 
