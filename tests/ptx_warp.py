@@ -285,10 +285,6 @@ class Warp:
         source = LANES ^ b if rest[1] == "bfly" else b
         self.put(a[0].split("|")[0], value[source & 31], mask)
 
-    def op_vote(self, a, rest, kind, mask):
-        assert rest[:2] == ["sync", "any"] and mask.all()
-        self.put(a[0], np.full(32, self.registers[a[1]].any()), mask)
-
     def op_E4M3(self, a, rest, kind, mask):
         word = np.zeros(32, np.uint32)
         for i, x in enumerate(a[1:]):

@@ -35,22 +35,6 @@ SIXTEEN_BIT = {
         Case("bfloat16", 1, 300, 200, 1, 1, 256, 256, True),
         Config(2, 80, rescale_early=True, **DYNAMIC),
     ),
-    "two places of Q, O apart": (
-        Case("bfloat16", 1, 300, 200, 1, 2, 64, 64, True),
-        Config(2, 64, q_stages=2, **DYNAMIC),
-    ),
-    "two places of Q, O over V": (
-        Case("float16", 1, 390, 97, 1, 1, 192, 128, False),
-        Config(2, 64, q_stages=2, persistent=True),
-    ),
-    "rescaled rarely": (
-        Case("float16", 1, 130, 700, 1, 1, 64, 64, False, values="outliers"),
-        Config(2, 64, rescale_rarely=True),
-    ),
-    "rescaled rarely, rows without a key": (
-        Case("bfloat16", 1, 200, 150, 1, 2, 64, 64, True, values="outliers"),
-        Config(3, 64, rescale_rarely=True, **DYNAMIC),
-    ),
     "O over Q": (Case("float16", 1, 129, 97, 1, 1, 192, 128, True), Config(2, 128)),
 }
 EIGHT_BIT = {
@@ -64,16 +48,6 @@ EIGHT_BIT = {
     "alternating, groups of 32 keys": (1, 130, 400, 1, 1, 96, True, Config(2, 96, promotion=1, alternate=True)),
     "alternating": (1, 130, 700, 1, 2, 128, False, Config(2, 128, promotion=1, alternate=True, **DYNAMIC)),
     "alternating, causal": (1, 200, 650, 1, 2, 128, True, Config(2, 128, 3, promotion=1, alternate=True)),
-    "alternating, two places of Q": (
-        1,
-        390,
-        300,
-        1,
-        2,
-        128,
-        True,
-        Config(2, 128, 3, q_stages=2, promotion=1, alternate=True, **DYNAMIC),
-    ),
     "alternating, 64 columns": (2, 70, 140, 1, 1, 64, True, Config(2, 128, promotion=1, alternate=True, **DYNAMIC)),
     "two chunks": (1, 200, 300, 1, 2, 64, True, Config(3, 128, promotion=1, chunk=32, prefetch=True, **DYNAMIC)),
     "four chunks": (1, 130, 200, 1, 1, 256, True, Config(2, 64, promotion=1, chunk=64, **DYNAMIC)),

@@ -18,9 +18,6 @@ from .scheduler import WorkTile
 # is off by a common factor of up to 2^(EXACT * 2^-25). Beyond, that factor would overflow; there fp32 scores are 16
 # apart and more, and a power of two as the scale makes the product exact: P is 1 for the largest score, else about 0.
 EXACT = 2.0**28
-# log2: how far a reference that moves rarely may stay below the largest score; P is 2^7 at most. Beyond EXACT / 2 fp32
-# scores are 8 apart and more, so that there, where the scale may be coarse, it moves as often as the max.
-SLACK = 7.0
 CHAINS = 4  # independent accumulators of a reduction over registers: hides the latency of one
 
 
@@ -64,23 +61,19 @@ class Softmax(NamedTuple):
     scale_log2: Float32  # softmax scale * log2(e)
     coarse_scale: Float32  # the next power of two
     exact_max: Float32  # row_max whose scaled value is EXACT
-    slack: Float32 | None  # SLACK, or None where the reference is the row's max
-    row_max: cute.Tensor  # (2) of the unscaled scores: the reference
+    row_max: cute.Tensor  # (2) of the unscaled scores
     row_sum: cute.Tensor  # (2, 2) this thread's part, two independent sums a row
     factor: cute.Tensor  # (2) what O must be multiplied with before it takes the block
 
     @staticmethod
-    def create(scale_log2: Float32, rarely: bool) -> "Softmax":
-        """rarely: the reference moves only where a score passes it by SLACK."""
-
+    def create(scale_log2: Float32) -> "Softmax":
         def state(shape=ROWS):
             return cute.make_rmem_tensor(shape, Float32)
 
         coarse = next_power_of_two(scale_log2)
-        # NOTE: the factor of EXACT and that of SLACK together must stay in FP16's range.
-        exact_max = (EXACT / 2 if rarely else EXACT) * cute.arch.rcp_approx(scale_log2)
+        exact_max = EXACT * cute.arch.rcp_approx(scale_log2)
         sums = state((ROWS, 2))
-        return Softmax(scale_log2, coarse, exact_max, Float32(SLACK) if rarely else None, state(), sums, state())
+        return Softmax(scale_log2, coarse, exact_max, state(), sums, state())
 
     def of_tile(self, tile: WorkTile, head_kv: Int32, row: Int32) -> "Softmax":
         """The state for a work tile: the same for all."""
@@ -107,9 +100,6 @@ class Softmax(NamedTuple):
         if cutlass.const_expr(not is_first):
             new = cute.arch.fmax(new, self.row_max[r])
         new = quad(cute.arch.fmax, new)
-        if cutlass.const_expr(not is_first and self.slack is not None):
-            old = self.row_max[r]
-            new = new if (new - old) * self.scale_log2 > self.slack else old
         scale = self.scale_log2 if magnitude(new) <= self.exact_max else self.coarse_scale
         base = new
         if cutlass.const_expr(check_inf):  # a row without a key so far: exp2(-inf - 0) = 0, not NaN

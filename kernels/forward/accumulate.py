@@ -6,7 +6,6 @@ FP32, because the accumulator of an FP8 WGMMA keeps about 14 bits and a long sum
 
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
@@ -40,16 +39,6 @@ class UnderQK:
         a.issue_pv(i, a.acc_O, True, n)
 
     def complete(self, a, n: int): ...
-
-
-class WhereNeeded(UnderQK):
-    """UnderQK, by a warp that has a row whose reference moved: see Softmax.slack."""
-
-    @cute.jit
-    def before_pv(self, a: cutlass.Constexpr):
-        factor = a.softmax.factor
-        if cute.arch.vote_any_sync((factor[0] != 1.0) | (factor[1] != 1.0)):
-            scale_rows(a.acc_O, factor)
 
 
 class Promoted(NamedTuple):

@@ -40,11 +40,11 @@ from ..prims.ring import Ring
 from ..prims.tma import Operand, operand
 from ..prims.turns import NoTurns, Turns
 from ..prims.wgmma import ROWS, scale_rows, settled
-from .accumulate import AmongExponentials, Promoted, PromotedAtOnce, UnderQK, WhereNeeded
+from .accumulate import AmongExponentials, Promoted, PromotedAtOnce, UnderQK
 from .config import Config, Spec
 from .epilogue import Apart, OutputTile, OverQ, OverV, scale_columns, store_lse
 from .load import DenseKV, QuerySource, load_kv
-from .mma import Alternating, Attention, Halved, InTurn, OneQuery, Overlapped, Prefetching, Queries
+from .mma import Alternating, Attention, Halved, InTurn, Overlapped, Prefetching
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
@@ -78,7 +78,6 @@ class Producer(NamedTuple):
 
 class Consumer(NamedTuple):
     attention: Attention
-    queries: Queries | OneQuery
     schedule: object  # see mma.py
     output: OutputTile
     q_ring: Ring
@@ -105,7 +104,7 @@ class Consumer(NamedTuple):
         first = self.row(tile) + 64 * self.warpgroup
         mask = self.mask(tile, first, self.thread)
         softmax = self.attention.softmax.of_tile(tile, self.heads.kv_head(tile.head), mask.row)
-        return self.attention._replace(rQ=self.queries.of_tile(tile.nth), softmax=softmax), mask, first
+        return self.attention._replace(softmax=softmax), mask, first
 
     def mask(self, tile: WorkTile, first: Int32, thread: Int32) -> Mask:
         row, column = first + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
@@ -156,9 +155,7 @@ class Forward:
         pv = sm90.make_trivial_tiled_mma(
             dtype, dtype, MAJOR.K, v_major, Float32, (1, 1, 1), (64, c.chunk or spec.head_dim_v), SOURCE.RMEM
         )
-        q_tile = sm90.make_smem_layout_a(
-            LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.warpgroups * c.q_stages
-        )
+        q_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.warpgroups)
         o_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim_v), self.dtype_o, c.warpgroups)
         k_tile = sm90.make_smem_layout_b(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.stages)
         v_tile = sm90.make_smem_layout_b(v_layout, (64, spec.head_dim_v, c.tile_n), dtype, c.stages)
@@ -206,7 +203,7 @@ class Forward:
         sQ, sK, sV = (self.stages(smem, x, self.dtype) for x in (Q, K, V))
         sO = self.stages(smem, O, self.dtype_o) if const_expr(c.o_place(spec) == "own") else None
         consumers = c.warpgroups * CONSUMER_WARPS
-        q_ring = self.ring(smem, sQ, c.q_stages, c.warpgroups if c.o_place(spec) == "q" else consumers)
+        q_ring = self.ring(smem, sQ, 1, c.warpgroups if c.o_place(spec) == "q" else consumers)
         k_ring, v_ring = (self.ring(smem, sX, c.stages, consumers) for sX in (sK, sV))
         stored = self.ring(smem, sQ, 1, c.warpgroups)
         scheduler = self.scheduler(smem, order, tickets, consumers)
@@ -235,15 +232,13 @@ class Forward:
             cute.arch.setmaxregister_increase(consumer_registers)
             wg, thread = role - 1, thread % 128
             softmax = self.softmax(scales, scale_log2)
-            attention = self.attention(qk, pv, sK, sV, k_ring, v_ring, softmax, wg)
-            queries = self.queries(qk, sQ, q_ring, wg)
+            attention = self.attention(qk, pv, sQ[None, None, wg], sK, sV, k_ring, v_ring, softmax, wg)
             place, own = self.o_place(sQ, sO, sV, O, q_ring, v_ring, stored, wg)
             output = OutputTile(O, own, place, O_BARRIER + wg, spec.head_dim_v)
             attention.turns.start()
             consumer = Consumer(
-                attention, queries, self.schedule(), output, q_ring, mLSE, v_channel, head_map, seqlen,
-                wg, thread, spec, c,
-            )  # fmt: skip
+                attention, self.schedule(), output, q_ring, mLSE, v_channel, head_map, seqlen, wg, thread, spec, c
+            )
             scheduler.follow(consumer.blocks, consumer.run)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -268,7 +263,7 @@ class Forward:
 
     def softmax(self, scales: Scales | None, scale_log2: Float32) -> Softmax | BlockScaledSoftmax:
         if scales is None:
-            return Softmax.create(scale_log2, self.config.rescale_rarely)
+            return Softmax.create(scale_log2)
         return BlockScaledSoftmax.create(scales, scale_log2, self.config.tile_n)
 
     def schedule(self) -> Overlapped | Halved | InTurn:
@@ -285,30 +280,20 @@ class Forward:
         c = self.config
         if c.promotion:
             return (Promoted if c.overlap else PromotedAtOnce).create(pv, c.chunk or self.spec.head_dim_v)
-        if c.rescale_rarely:
-            return WhereNeeded()
         return UnderQK() if c.rescale_early else AmongExponentials()
 
-    def settle(self, fragment: cute.Tensor) -> cute.Tensor:
-        return settled(fragment) if self.spec.is_fp8 else fragment
-
-    def queries(self, qk, sQ, q_ring, wg) -> Queries | OneQuery:
-        qk_wg, c = qk.get_slice(0), self.config
-        if c.q_stages > 1:
-            return Queries(qk.make_fragment_A(qk_wg.partition_A(sQ)), q_ring, c.warpgroups, wg)
-        return OneQuery(self.settle(qk.make_fragment_A(qk_wg.partition_A(sQ[None, None, wg]))))
-
-    def attention(self, qk, pv, sK, sV, k_ring, v_ring, softmax, wg) -> Attention:
+    def attention(self, qk, pv, sQ, sK, sV, k_ring, v_ring, softmax, wg) -> Attention:
         c, columns = self.config, self.config.chunk or self.spec.head_dim_v
         qk_wg, pv_wg = qk.get_slice(0), pv.get_slice(0)
         tiler = (columns, c.tile_n, c.stages)
         chunks = [cute.local_tile(sV, tiler, (n, 0, 0)) for n in range(self.spec.head_dim_v // columns)]
+        settle = settled if self.spec.is_fp8 else lambda fragment: fragment
         return Attention(
             qk,
             pv,
-            rQ=None,
-            rK=self.settle(qk.make_fragment_B(qk_wg.partition_B(sK))),
-            rV=tuple(self.settle(pv.make_fragment_B(pv_wg.partition_B(chunk))) for chunk in chunks),
+            rQ=settle(qk.make_fragment_A(qk_wg.partition_A(sQ))),
+            rK=settle(qk.make_fragment_B(qk_wg.partition_B(sK))),
+            rV=tuple(settle(pv.make_fragment_B(pv_wg.partition_B(chunk))) for chunk in chunks),
             rP=cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), self.dtype),
             acc_O=cute.make_rmem_tensor(pv.partition_shape_C((64, self.spec.head_dim_v)), Float32),
             k_ring=k_ring,

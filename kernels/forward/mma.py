@@ -17,28 +17,7 @@ from ..algo.blocks import Blocks
 from ..prims.fp8 import pack_e4m3
 from ..prims.ptx import pack
 from ..prims.ring import Ring
-from ..prims.wgmma import ROWS, issue, settled
-
-
-class Queries(NamedTuple):
-    """A warpgroup's Q in shared memory, where a work tile has a place of its own in the ring."""
-
-    rQ: cute.Tensor  # (mma, m, k, rows of a warpgroup in a stage, and stage)
-    ring: Ring
-    warpgroups: int
-    wg: Int32
-
-    def of_tile(self, nth: Int32) -> cute.Tensor:
-        return settled(self.rQ[None, None, None, self.ring.stage(nth) * self.warpgroups + self.wg])
-
-
-class OneQuery(NamedTuple):
-    """The same place for all work tiles."""
-
-    rQ: cute.Tensor  # (mma, m, k)
-
-    def of_tile(self, nth: Int32) -> cute.Tensor:
-        return self.rQ
+from ..prims.wgmma import ROWS, issue
 
 
 class Attention(NamedTuple):
@@ -46,7 +25,7 @@ class Attention(NamedTuple):
 
     qk: cute.TiledMma
     pv: cute.TiledMma
-    rQ: cute.Tensor | None  # (mma, m, k) descriptors, of the work tile: see Queries
+    rQ: cute.Tensor  # (mma, m, k) descriptors
     rK: cute.Tensor  # (mma, n, k, stage)
     rV: tuple  # of (mma, d, k, stage), one for each chunk of O's columns
     rP: cute.Tensor  # (mma, m, k) registers
