@@ -13,7 +13,7 @@ from bench.measure import Contender, Outcome, compile_ahead, jobs_here, measure
 from bench.options import add_contenders, add_shapes, pace_of, shapes_of
 from bench.peers import IMPLS, PEERS, config_of, load, spec_of
 from bench.records import append
-from bench.regression import add_check, keeps, passes
+from bench.regression import add_check, baseline, keeps, passes
 from bench.shapes import Shape
 
 SUITE = "forward"
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     from bench import report
 
     out = report.console()
+    recorded = baseline(machine, SUITE, args)
     attentions, missing = load(args.impl)
     for name, why in missing.items():
         out.print(f"{name} is not here: {why}", markup=False)
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     failed = "ours" in args.impl and (
         "ours" in missing or any(o.contender.impl == "ours" and o.timing is None for o in everything)
     )
-    return int(not passes(everything, machine, SUITE, args, out) or failed)
+    return int(not passes(everything, recorded, machine, SUITE, args, out) or failed)
 
 
 def _configs(shapes: tuple[Shape, ...], dtypes: list[str], machine: Machine) -> dict:

@@ -20,7 +20,7 @@ from bench.measure import Contender, Outcome, Pace, compile_ahead, jobs_here, ma
 from bench.options import add_contenders, add_shapes, pace_of, shapes_of
 from bench.peers import FP8, fa3_fp8, fp8_kernel, fp8_kernel_of, per_head, reason
 from bench.records import append
-from bench.regression import add_check, keeps, passes
+from bench.regression import add_check, baseline, keeps, passes
 from bench.shapes import Shape
 from fa3.testing.timing import compare
 
@@ -315,6 +315,7 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     from bench import report
 
     out = report.console()
+    recorded = baseline(machine, SUITE, args)
     if machine.device == "cuda":
         _compile_ahead(shapes, args.impl, machine)
     machine = with_cublas(machine)
@@ -337,7 +338,7 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
         *missing.values(), CUDNN, *report.problems(everything), *must_show(points), *report.not_measured(left)
     ):  # fmt: skip
         out.print(line)
-    holds = passes(everything, machine, SUITE, args, out)
+    holds = passes(everything, recorded, machine, SUITE, args, out)
     failed = any(point[name].timing is None for point in points for name in OURS if name in point)
     return int(not holds or failed or any(name in OURS for name in missing))
 

@@ -5,7 +5,7 @@ heat leave to a GPU, but puts the spread of the product in.
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from bench.machine import Machine
 from bench.measure import Outcome
 from bench.recorded import Record, accumulation, problem_of, read
 from bench.records import RESULTS, short_name
+
+Baseline = Mapping[tuple[Any, ...], Record]  # by what makes two records comparable
 
 TOLERANCE = 0.05
 WHY = {
@@ -48,13 +50,19 @@ class Verdict:
     holds: bool
 
 
-def check(
-    outcomes: Iterable[Outcome], machine: Machine, suite: str, args: argparse.Namespace, results: Path = RESULTS
-) -> Verdict:
-    """Of every outcome of ours that was timed. The newest record of the same GPU, problem, type and accumulation is
-    what it is held to.
+def baseline(machine: Machine, suite: str, args: argparse.Namespace, results: Path = RESULTS) -> Baseline | None:
+    """The newest record of the same GPU by problem, type and accumulation; None where nobody asked for a check. To be
+    read before a run adds records of its own.
     """
-    recorded = {_key(r): r for r in read(short_name(machine.origin.gpu), suite, results) if _counts(r, machine)}
+    if not args.check:
+        return None
+    return {_key(r): r for r in read(short_name(machine.origin.gpu), suite, results) if _counts(r, machine)}
+
+
+def check(
+    outcomes: Iterable[Outcome], recorded: Baseline, machine: Machine, suite: str, args: argparse.Namespace
+) -> Verdict:
+    """Of every outcome of ours that was timed."""
     slower: list[str] = []
     unknown: list[str] = []
     commits: dict[str, None] = {}
@@ -82,11 +90,14 @@ def check(
     return Verdict((*lines, *slower), bool(compared) and not slower)
 
 
-def passes(outcomes: Iterable[Outcome], machine: Machine, suite: str, args: argparse.Namespace, out: Any) -> bool:
+def passes(
+    outcomes: Iterable[Outcome], recorded: Baseline | None, machine: Machine, suite: str, args: argparse.Namespace,
+    out: Any,
+) -> bool:  # fmt: skip
     """`check`, printed; True where nobody asked for it."""
-    if not args.check:
+    if recorded is None:
         return True
-    verdict = check(outcomes, machine, suite, args)
+    verdict = check(outcomes, recorded, machine, suite, args)
     for line in verdict.lines:
         out.print(line, markup=False)
     return verdict.holds

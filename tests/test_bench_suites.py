@@ -158,7 +158,8 @@ def asked(*given):
 
 
 def check(outcomes, folder, *given, suite="forward", machine=H200):
-    return regression.check(outcomes, machine, suite, asked(*given), folder)
+    args = asked(*given)
+    return regression.check(outcomes, regression.baseline(machine, suite, args, folder), machine, suite, args)
 
 
 def test_a_point_that_is_slower_by_more_than_the_tolerance_is_named(tmp_path):
@@ -233,6 +234,18 @@ def test_forward_ends_with_1_where_it_is_slower_and_keeps_nothing(monkeypatch, t
     given = ["--device", "cpu", "--shapes", POINT.name, "--impl", "ours", "--out", str(tmp_path / "after"), "--check"]
     assert forward.main([*given, *record]) == status
     assert len(read("h200", "forward", tmp_path / "after")) == written
+
+
+def test_a_run_that_is_recorded_is_not_held_to_itself(monkeypatch, tmp_path):
+    from bench.recorded import read
+
+    keep(outcome(100.0), tmp_path)
+    monkeypatch.setattr(regression, "read", lambda gpu, suite, _: read(gpu, suite, tmp_path))
+    monkeypatch.setattr(forward, "open_machine", lambda device, commit: dataclasses.replace(H200, device="cpu"))
+    monkeypatch.setattr(forward, "measure", lambda *_: [outcome(200.0)])
+    given = ["--device", "cpu", "--shapes", POINT.name, "--impl", "ours", "--out", str(tmp_path), "--check", "--record"]
+    assert forward.main(given) == 1
+    assert [r["graph_us"] for r in read("h200", "forward", tmp_path)] == [100.0, 200.0]
 
 
 @pytest.mark.parametrize("record, written", [([], False), (["--record"], True)])
