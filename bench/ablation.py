@@ -1,4 +1,4 @@
-"""What ping-pong and overlap are worth: python -m bench.ablation
+"""What ping-pong and overlap are worth: python -m fa3 bench ablation
 
 Four kernels with the same tile, stages and registers, and only the order of the work different: neither, each alone,
 both. They take turns on the same inputs; records go to bench/results/<gpu>/ablation.jsonl, with the Config in each.
@@ -14,6 +14,7 @@ from bench.options import add_shapes, shapes_of
 from bench.peers import config_of, spec_of
 from bench.records import append
 from bench.shapes import Shape
+from fa3.cli import positive
 
 SUITE = "ablation"
 SHAPES = ("hd128-16k-full", "hd128-16k-causal", "hd128-4k-full", "hd128-4k-causal")
@@ -23,10 +24,10 @@ GOAL = 1.15  # both against neither, hd128 16K full
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__.splitlines()[0])
+    result = argparse.ArgumentParser(prog="python -m fa3 bench ablation", description=__doc__.splitlines()[0])
     add_shapes(result, SHAPES)
     result.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    result.add_argument("--rounds", type=int, default=6)
+    result.add_argument("--rounds", type=positive, default=6)
     return result
 
 

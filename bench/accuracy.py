@@ -1,4 +1,4 @@
-"""The error of FP8 attention: python -m bench.accuracy
+"""The error of FP8 attention: python -m fa3 bench accuracy
 
 paper: RMSE by the protocol of the FlashAttention-3 paper, with and without block scales and the rotation. length:
 relative error on the same E4M3 tensors at growing length. needle and flat: one key that counts, and keys that all
@@ -20,6 +20,7 @@ from bench.measure import deadline
 from bench.peers import FP8, fa3_fp8, fp8_kernel_of, per_head, reason
 from bench.records import append, record
 from bench.shapes import Shape
+from fa3.cli import positive
 
 SUITE = "accuracy"
 CASES = ("paper", "length", "needle", "flat")
@@ -307,11 +308,11 @@ def tables(figures: list[Figure]) -> Iterable[Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m bench.accuracy", description=__doc__.splitlines()[0])
+    result = argparse.ArgumentParser(prog="python -m fa3 bench accuracy", description=__doc__.splitlines()[0])
     result.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
-    result.add_argument("--seeds", type=int, help="of the paper's protocol (default: 10)")
+    result.add_argument("--seeds", type=positive, help="of the paper's protocol (default: 10)")
     result.add_argument(
-        "--paper", nargs=4, type=int, metavar=("B", "H", "S", "D"), help="its sizes (default: 2 8 4096 128)"
+        "--paper", nargs=4, type=positive, metavar=("B", "H", "S", "D"), help="its sizes (default: 2 8 4096 128)"
     )
     result.add_argument("--budget-seconds", type=float, help="begin no case of a method after this")
     result.add_argument("--device", choices=tuple(SIZES), default="cuda", help="cpu: the emulation, at small sizes")

@@ -1,4 +1,4 @@
-"""Forward attention against its peers: python -m bench.forward --grid
+"""Forward attention against its peers: python -m fa3 bench forward --grid
 
 Every output is checked before it is timed; all implementations and types of a shape take turns on the same inputs;
 every timing is a line in bench/results/<gpu>/forward.jsonl. What does not import or refuses a shape is named at the
@@ -20,7 +20,7 @@ SUITE = "forward"
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m bench.forward", description=__doc__.splitlines()[0])
+    result = argparse.ArgumentParser(prog="python -m fa3 bench forward", description=__doc__.splitlines()[0])
     add_shapes(result, ("grid",))
     add_contenders(result, IMPLS, ("ours", *PEERS))
     result.add_argument("--dtype", nargs="+", choices=("bfloat16", "float16"), default=["bfloat16"])

@@ -1,4 +1,4 @@
-"""FP8 attention, the kernel alone and the whole call from BF16: python -m bench.fp8
+"""FP8 attention, the kernel alone and the whole call from BF16: python -m fa3 bench fp8
 
 All contenders of a shape take turns on the same BF16 inputs. What is quantised once is quantised before the clock
 starts; every output is checked first, against float64 on the BF16 inputs. Every timing is a line in
@@ -295,7 +295,7 @@ def _number(value: float | None) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m bench.fp8", description=__doc__.splitlines()[0])
+    result = argparse.ArgumentParser(prog="python -m fa3 bench fp8", description=__doc__.splitlines()[0])
     add_shapes(result, SHAPES)
     add_contenders(result, tuple(ENTRIES))
     add_check(result)

@@ -1,4 +1,4 @@
-"""What a call costs beside the kernel: python -m bench.host
+"""What a call costs beside the kernel: python -m fa3 bench host
 
 Host time: 300 calls at B1 S128 H4 hd128 without waiting for the GPU, for ours and the peers that are here. Memory:
 what a call takes above its inputs at growing S, beside the bytes of O and LSE. Records go to
@@ -14,6 +14,7 @@ from bench.measure import make_inputs
 from bench.peers import PEERS, Attention, load, reason
 from bench.records import append, record
 from bench.shapes import Shape
+from fa3.cli import positive
 from fa3.testing.timing import host_sample, interleave, spread
 
 SUITE = "host"
@@ -69,8 +70,8 @@ def host_times(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help=f"of {CALLS} calls each (default: 7)")
+    parser = argparse.ArgumentParser(prog="python -m fa3 bench host", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=positive, default=7, help=f"of {CALLS} calls each (default: 7)")
     add_arguments(parser)
     args = parser.parse_args(argv)
     return run(args, open_machine("cuda", args.commit))

@@ -72,7 +72,7 @@ class Outcome:
         return record(
             machine.origin, suite, self.contender.impl, self.contender.dtype, self.shape,
             graph_us=graph.median if graph else None, eager_us=self.timing.eager.median, cpu_us=self.timing.host.median,
-            config=self.contender.config,
+            rounds=self.timing.best_known.count, config=self.contender.config,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""GPU memory of a call against its length, naive attention beside ours: python -m bench.memory
+"""GPU memory of a call against its length, naive attention beside ours: python -m fa3 bench memory
 
 What a call takes above its inputs at growing S (B1 H16 hd128, full, BF16), by the allocator's peak. The slope of
 log(memory) against log(S) is 2 where the scores lie in memory and 1 where O and LSE are all. From the fit through the
@@ -19,6 +19,7 @@ from bench.naive import naive
 from bench.peers import Attention, load, reason
 from bench.records import append, record
 from bench.shapes import Shape
+from fa3.cli import positive
 
 SUITE = "memory"
 SEQLENS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -143,8 +144,10 @@ def free_bytes(machine: Machine) -> int | None:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__.splitlines()[0])
-    result.add_argument("--seqlens", nargs="+", type=int, default=SEQLENS, help="lengths (default: 1K, doubled to 32K)")
+    result = argparse.ArgumentParser(prog="python -m fa3 bench memory", description=__doc__.splitlines()[0])
+    result.add_argument(
+        "--seqlens", nargs="+", type=positive, default=SEQLENS, help="lengths (default: 1K, doubled to 32K)"
+    )
     result.add_argument(
         "--try", dest="is_tried", action="store_true", help="look for naive's longest length by running"
     )

@@ -1,4 +1,4 @@
-"""A model of the forward kernel's time, term by term, and how near the records come to it: python -m bench.model
+"""A model of the forward kernel's time, term by term, and how near the records come to it: python -m fa3 bench model
 
 Each term is the time that one unit of the chip needs for the kernel's work if nothing else costs any. Their largest is
 the bound: no order of the same instructions is faster at that clock. The sum of tensor, exp and issue is what a kernel
@@ -20,6 +20,7 @@ from bench.recorded import problem_of, read
 from bench.records import PROBLEM, RESULTS, short_name
 from bench.shapes import GRID, Shape
 from fa3 import heuristics
+from fa3.cli import positive
 from fa3.device import HOPPER, Chip, named
 from fa3.kernels.forward.config import OUT_BYTES, Config, Spec
 
@@ -313,9 +314,9 @@ def points(gpu: str, mhz: float | None = None, results: Path = RESULTS) -> list[
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.model", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m fa3 bench model", description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", choices=CHIPS, default="h200")
-    parser.add_argument("--mhz", type=float, help="clock (default: at which the datasheet's peak is reached)")
+    parser.add_argument("--mhz", type=positive, help="clock (default: at which the datasheet's peak is reached)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records (default: bench/results)")
     args = parser.parse_args(argv)
     from fa3.console import console, table

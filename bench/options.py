@@ -7,6 +7,7 @@ from dataclasses import replace
 from bench.machine import add_arguments, keep_apart
 from bench.measure import Pace, deadline
 from bench.shapes import NAMED, Shape, select_or_exit
+from fa3.cli import positive
 
 QUICK = Pace(rounds=2, seconds=0.02, rest=0.01)
 
@@ -28,8 +29,11 @@ def add_contenders(parser: argparse.ArgumentParser, impls: Sequence[str], defaul
         "--grid", action="store_true", help="the 24 points: hd 64/128/256, full/causal, S 512/1K/4K/16K"
     )
     parser.add_argument("--impl", nargs="+", choices=impls, default=list(default or impls))
-    parser.add_argument("--rounds", type=int, help=f"samples of each (default: {Pace.rounds})")
-    parser.add_argument("--quick", action="store_true", help="two short rounds: to see that it runs")
+    pace = parser.add_mutually_exclusive_group()
+    pace.add_argument(
+        "--rounds", type=positive, help=f"samples of each (default: {Pace.rounds}; with fewer, no baseline of --check)"
+    )
+    pace.add_argument("--quick", action="store_true", help="two short rounds: to see that it runs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the plumbing")
 
 

@@ -1,4 +1,4 @@
-"""The tables and plots of docs/performance.md and of the README: python -m bench.performance
+"""The tables and plots of docs/performance.md and of the README: python -m fa3 bench report
 
 Everything is made from bench/results/<gpu>: for each suite of the newest commit that has the whole grid, with every
 peer that was ever recorded there. Parts of the documents between markers are replaced, nothing else. With
@@ -58,7 +58,7 @@ PLOTS = (plot_forward, plot_roofline, plot_fp8, plot_accuracy)
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m bench.performance", description=__doc__.splitlines()[0])
+    result = argparse.ArgumentParser(prog="python -m fa3 bench report", description=__doc__.splitlines()[0])
     result.add_argument("--gpu", default=GPU, help=f"folder of the records (default: {GPU})")
     result.add_argument("--results", type=Path, default=RESULTS, help="its parent (default: bench/results)")
     result.add_argument("--check-docs", action="store_true", help="write nothing; status 1 where a document is stale")

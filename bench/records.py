@@ -19,7 +19,7 @@ RESULTS = ROOT / "bench" / "results"
 PROBLEM = ("head_dim", "head_dim_v", "causal", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv")
 FIELDS = (
     "suite", "impl", "dtype", *PROBLEM, "pass",
-    "graph_us", "eager_us", "cpu_us", "tflops", "peak_fraction", "cublas_fraction",
+    "graph_us", "eager_us", "cpu_us", "rounds", "tflops", "peak_fraction", "cublas_fraction",
     "config", "gpu", "torch", "date", "commit",
 )  # fmt: skip
 MORE_FIELDS = {  # of suites that measure something else than time
@@ -50,10 +50,11 @@ def record(
     graph_us: float | None = None,
     eager_us: float | None = None,
     cpu_us: float | None = None,
+    rounds: int | None = None,
     config: Any = None,
 ) -> dict[str, Any]:
     """`tflops` and the fractions come from the kernel time alone: without one, and where it is of no attention, they
-    are null. The peak is that of the dtype.
+    are null. The peak is that of the dtype. `rounds`: how many samples the time is the median of.
 
     `config` is a dataclass or a mapping: what was chosen for ours, and what the columns have no room for. Raises
     ValueError for an unknown impl.
@@ -71,6 +72,7 @@ def record(
         "graph_us": _rounded(graph_us, 3),
         "eager_us": _rounded(eager_us, 3),
         "cpu_us": _rounded(cpu_us, 3),
+        "rounds": rounds,
         "tflops": _rounded(tflops, 2),
         "peak_fraction": _fraction(tflops, peak),
         "cublas_fraction": _fraction(tflops, origin.cublas_tflops),

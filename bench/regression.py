@@ -5,13 +5,14 @@ heat leave to a GPU, but puts the spread of the product in.
 """
 
 import argparse
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.machine import Machine
-from bench.measure import Outcome
+from bench.measure import Outcome, Pace
 from bench.recorded import Record, accumulation, problem_of, read
 from bench.records import RESULTS, short_name
 
@@ -24,6 +25,17 @@ WHY = {
 }
 
 
+def share(text: str) -> float:
+    """A number of at least 0, as the type of an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:  # a NaN would let everything pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share: a number of at least 0, as 0.05 for 5 %")
+    return value
+
+
 def add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
@@ -31,7 +43,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         help="compare with the newest records of this GPU; status 1 where slower",
     )
     parser.add_argument(
-        "--tolerance", type=float, default=TOLERANCE, help=f"of --check, as a share (default: {TOLERANCE:g})"
+        "--tolerance", type=share, default=TOLERANCE, help=f"of --check, as a share (default: {TOLERANCE:g})"
     )
     parser.add_argument("--against", choices=tuple(WHY), default="time", help="of --check: what is compared")
     parser.add_argument("--record", action="store_true", help="of --check: keep this run's records too")
@@ -51,8 +63,8 @@ class Verdict:
 
 
 def baseline(machine: Machine, suite: str, args: argparse.Namespace, results: Path = RESULTS) -> Baseline | None:
-    """The newest record of the same GPU by problem, type and accumulation; None where nobody asked for a check. To be
-    read before a run adds records of its own.
+    """The newest record of the same GPU by problem, type and accumulation, of a run with all rounds; None where nobody
+    asked for a check. To be read before a run adds records of its own.
     """
     if not args.check:
         return None
@@ -104,7 +116,8 @@ def passes(
 
 
 def _counts(record: Record, machine: Machine) -> bool:
-    return record["gpu"] == machine.origin.gpu and record["graph_us"] is not None
+    rounds = record.get("rounds") or Pace.rounds  # older records do not say
+    return record["gpu"] == machine.origin.gpu and record["graph_us"] is not None and rounds >= Pace.rounds
 
 
 def _key(record: Record) -> tuple[Any, ...]:

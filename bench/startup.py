@@ -1,4 +1,4 @@
-"""How long the first call of a new process takes: python -m bench.startup
+"""How long the first call of a new process takes: python -m fa3 bench startup
 
 Cold: an empty kernel cache, the kernel is compiled. Filled: the kernel is on disk and importing cutlass is forbidden.
 Every sample is a process of its own (first_call.py says what is in the time); each is a line in
@@ -15,6 +15,7 @@ import tempfile
 from bench.machine import add_arguments, open_machine, run_command
 from bench.records import ROOT, append, record
 from bench.shapes import Shape
+from fa3.cli import positive
 from fa3.testing.timing import spread
 
 SUITE = "startup"
@@ -48,8 +49,8 @@ def samples(case: str, repeats: int) -> list[float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3, help="processes of each kind (default: 3)")
+    parser = argparse.ArgumentParser(prog="python -m fa3 bench startup", description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=positive, default=3, help="processes of each kind (default: 3)")
     add_arguments(parser)
     args = parser.parse_args(argv)
     machine = open_machine("cuda", args.commit)

@@ -1,4 +1,4 @@
-"""Which Config is fastest: python -m bench.sweep --shapes hd128-4k --tile-n 96 176 16
+"""Which Config is fastest: python -m fa3 bench sweep --shapes hd128-4k --tile-n 96 176 16
 
 Every combination of the given values that fits shared memory and registers is compiled (many at a time), dropped if
 it spills, checked, and timed against all others on the same inputs. The best of each shape are printed; every timing
@@ -19,6 +19,7 @@ from bench.options import add_shapes, shapes_of
 from bench.peers import reason, spec_of
 from bench.records import append
 from bench.shapes import Shape
+from fa3.cli import positive
 from fa3.kernels.forward.config import SHARED_BYTES, Config, Spec
 
 SUITE = "sweep"
@@ -29,20 +30,20 @@ OTHER_REGISTERS = 24  # addresses, row state, loop: about what the kernels need 
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m bench.sweep", description=__doc__.splitlines()[0])
+    result = argparse.ArgumentParser(prog="python -m fa3 bench sweep", description=__doc__.splitlines()[0])
     add_shapes(result, SHAPES)
     result.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    result.add_argument("--warpgroups", nargs="+", type=int, default=[2, 3])
+    result.add_argument("--warpgroups", nargs="+", type=positive, default=[2, 3])
     result.add_argument(
-        "--tile-n", nargs=3, type=int, default=[64, 192, 16], metavar=("FROM", "TO", "STEP"), help="both ends in"
+        "--tile-n", nargs=3, type=positive, default=[64, 192, 16], metavar=("FROM", "TO", "STEP"), help="both ends in"
     )
-    result.add_argument("--stages", nargs="+", type=int, default=[2])
+    result.add_argument("--stages", nargs="+", type=positive, default=[2])
     for switch in SWITCHES:
         default = ["on", "off"] if switch.name in BOTH_WAYS else ["on" if switch.default else "off"]
         result.add_argument(f"--{switch.name.replace('_', '-')}", nargs="+", choices=("on", "off"), default=default)
-    result.add_argument("--top", type=int, default=8, help="lines printed for a shape")
-    result.add_argument("--rounds", type=int, default=3)
-    result.add_argument("--jobs", type=int, default=jobs_here(), help="compilers at a time")
+    result.add_argument("--top", type=positive, default=8, help="lines printed for a shape")
+    result.add_argument("--rounds", type=positive, default=3)
+    result.add_argument("--jobs", type=positive, default=jobs_here(), help="compilers at a time")
     result.add_argument("--keep-spills", action="store_true", help="do not look for spills: half the compile time")
     return result
 

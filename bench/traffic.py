@@ -1,4 +1,4 @@
-"""Bytes that attention moves, counted by Nsight Compute beside the formulas: python -m bench.traffic
+"""Bytes that attention moves, counted by Nsight Compute beside the formulas: python -m fa3 bench traffic
 
 One call (B1 H16 hd64, full, BF16) of naive attention, and of our kernel with query tiles of 64, 128 and 192 rows.
 Metrics of sm_90: dram__bytes_read.sum and dram__bytes_write.sum; for L2 to the multiprocessors
@@ -25,6 +25,7 @@ from bench.naive import naive
 from bench.peers import Attention, kernel, spec_of
 from bench.records import ROOT, append, record
 from bench.shapes import Shape
+from fa3.cli import positive
 from fa3.kernels.forward.config import Config
 
 SUITE = "traffic"
@@ -156,8 +157,8 @@ def checks(kernels: Sequence[Mapping[str, float]]) -> dict[str, int | None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.traffic", description=__doc__.splitlines()[0])
-    parser.add_argument("--seqlen", type=int, default=SEQLEN, help=f"default: {SEQLEN}")
+    parser = argparse.ArgumentParser(prog="python -m fa3 bench traffic", description=__doc__.splitlines()[0])
+    parser.add_argument("--seqlen", type=positive, default=SEQLEN, help=f"default: {SEQLEN}")
     parser.add_argument("--impl", nargs="+", choices=NAMES, default=NAMES, help="naive, or rows of our query tile")
     add_arguments(parser)
     args = parser.parse_args(argv)

@@ -33,16 +33,16 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("arguments", nargs="*")
 
     check = command("check", "fa3.check", "Run the property-based accuracy tests on this machine.")
-    check.add_argument("--examples", type=_positive, default=20, metavar="N", help="examples per property (default 20)")
+    check.add_argument("--examples", type=positive, default=20, metavar="N", help="examples per property (default 20)")
     check.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if a Hopper GPU is here, else cpu")
 
     fill = command("compile", "fa3.precompile", "Fill the kernel cache ahead of use; needs no GPU.")
     fill.add_argument("--all", action="store_true", help="every kernel that a call can ask for")
     fill.add_argument("--dtype", choices=(*DTYPES, FP8), help="only this type of Q, K and V")
-    fill.add_argument("--head-dim", type=_positive, metavar="D", help="only kernels for this head dim of Q and K")
-    fill.add_argument("--head-dim-v", type=_positive, metavar="D", help="head dim of V (default: that of Q and K)")
+    fill.add_argument("--head-dim", type=positive, metavar="D", help="only kernels for this head dim of Q and K")
+    fill.add_argument("--head-dim-v", type=positive, metavar="D", help="head dim of V (default: that of Q and K)")
     fill.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only with (without) the causal mask")
-    fill.add_argument("--jobs", type=_positive, metavar="N", help="processes (default: one per CPU core, at most 8)")
+    fill.add_argument("--jobs", type=positive, metavar="N", help="processes (default: one per CPU core, at most 8)")
     return root
 
 
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return module.run(arguments)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A whole number of at least 1, as the type of an argument."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import ablation, forward, host, measure, peers, records, report, startup, sweep
+from bench import ablation, forward, host, measure, options, peers, records, report, startup, sweep
 from bench.check import LIMIT, Check, parts
 from bench.machine import NoDevice, open_machine
 from bench.measure import Contender, Outcome, Pace
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 KEYS = {
     "suite", "impl", "dtype",
     "head_dim", "head_dim_v", "causal", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "pass",
-    "graph_us", "eager_us", "cpu_us", "tflops", "peak_fraction", "cublas_fraction",
+    "graph_us", "eager_us", "cpu_us", "rounds", "tflops", "peak_fraction", "cublas_fraction",
     "config", "gpu", "torch", "date", "commit",
 }  # fmt: skip
 VARIANTS = records.RESULTS / "h200" / "variants.jsonl"  # searches, in keys of their own
@@ -101,12 +101,13 @@ def test_a_record_has_exactly_the_keys_and_the_derived_numbers():
     shape = NAMED["hd128-16k-full"]
     config = Config(warpgroups=2, tile_n=128)
     r = records.record(
-        HOPPER, "forward", "ours", "bfloat16", shape, graph_us=3141.592653, eager_us=3200.0, cpu_us=20.0, config=config
-    )
+        HOPPER, "forward", "ours", "bfloat16", shape,
+        graph_us=3141.592653, eager_us=3200.0, cpu_us=20.0, rounds=4, config=config,
+    )  # fmt: skip
     assert set(r) == KEYS and tuple(r) == records.FIELDS
     assert r["graph_us"] == 3141.593 and r["tflops"] == 699.97  # 2.199023e12 / 3.141593e-3
     assert r["peak_fraction"] == 0.7074 and r["cublas_fraction"] == 0.875
-    assert r["config"] == dataclasses.asdict(config)
+    assert r["config"] == dataclasses.asdict(config) and r["rounds"] == 4
     assert (r["head_dim"], r["batch"], r["seqlen_k"], r["heads_kv"], r["pass"]) == (128, 1, 16384, 16, "fwd")
 
 
@@ -146,7 +147,7 @@ def test_results_in_the_repository_are_records():
     for path in set(records.RESULTS.rglob("*.jsonl")) - {VARIANTS, FP8_VARIANTS}:
         for line in path.read_text().splitlines():
             r = json.loads(line)
-            assert set(r) == KEYS | set(records.MORE_FIELDS.get(r["suite"], ())), path
+            assert {*r, "rounds"} == KEYS | set(records.MORE_FIELDS.get(r["suite"], ())), path
             assert r["impl"] in (*peers.IMPLS, *peers.OTHERS)
             assert (records.short_name(r["gpu"]), r["suite"]) == (path.parent.name, path.stem)
             if r["tflops"] is not None:
@@ -433,7 +434,8 @@ def test_a_cpu_run_writes_a_record_for_each_type(tmp_path):
     )
     lines = [json.loads(line) for line in (tmp_path / "cpu" / "forward.jsonl").read_text().splitlines()]
     assert [r["impl"] for r in lines] == ["naive", "reference"]
-    assert all(set(r) == KEYS and r["graph_us"] is None and r["eager_us"] > 0 and r["cpu_us"] > 0 for r in lines)
+    assert all(set(r) == KEYS and r["rounds"] == options.QUICK.rounds for r in lines)
+    assert all(r["graph_us"] is None and r["eager_us"] > 0 and r["cpu_us"] > 0 for r in lines)
 
 
 def test_a_missing_peer_is_a_line_and_missing_ours_a_failure(monkeypatch, tmp_path, capsys):

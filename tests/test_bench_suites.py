@@ -15,7 +15,7 @@ import torch
 
 from bench import forward, fp8, machine, options, peers, records, regression, suites
 from bench.machine import Machine, NoDevice
-from bench.measure import Contender, Outcome
+from bench.measure import Contender, Outcome, Pace
 from bench.shapes import GRID, NAMED
 from fa3 import cli
 from fa3.kernels.forward.config import Config
@@ -116,7 +116,56 @@ def test_other_missing_modules_are_not_explained_away(monkeypatch):
     assert machine.status("bench.forward", gone) == 2
 
 
+def test_usage_says_what_was_typed(capsys):
+    for name in suites.SUITES:
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["bench", name, "--help"])
+        printed = capsys.readouterr().out
+        assert stop.value.code == 0 and printed.startswith(f"usage: python -m fa3 bench {name} ")
+        assert "python -m bench" not in printed
+
+
 # Options
+
+
+WHOLE, SHARE = "is not a whole number of at least 1", "is not a share: a number of at least 0, as 0.05 for 5 %"
+
+
+@pytest.mark.parametrize(
+    "given, allowed",
+    [
+        ("forward --rounds 0", WHOLE),
+        ("fp8 --rounds 2.5", WHOLE),
+        ("forward --check --tolerance nan", SHARE),
+        ("forward --check --tolerance inf", SHARE),
+        ("forward --check --tolerance x", SHARE),
+        ("fp8 --check --tolerance -1", SHARE),
+        ("ablation --rounds -1", WHOLE),
+        ("accuracy --seeds 0", WHOLE),
+        ("accuracy --paper 2 8 4096 0", WHOLE),
+        ("host --rounds nan", WHOLE),
+        ("memory --seqlens 1024 0", WHOLE),
+        ("model --mhz 0", WHOLE),
+        ("model --mhz -1", WHOLE),
+        ("startup --repeats 0", WHOLE),
+        ("sweep --warpgroups 2 0", WHOLE),
+        ("sweep --tile-n 64 192 0", WHOLE),
+        ("sweep --stages 0", WHOLE),
+        ("sweep --top 0", WHOLE),
+        ("sweep --rounds x", WHOLE),
+        ("sweep --jobs 0", WHOLE),
+        ("traffic --seqlen 0", WHOLE),
+    ],
+)
+def test_an_odd_number_is_a_usage_error_that_says_what_is_allowed(given, allowed, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    name, *arguments = given.split()
+    option = next(word for word in reversed(arguments) if word.startswith("--"))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", name, *arguments])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.endswith(f"fa3 bench {name}: error: argument {option}: {arguments[-1]!r} {allowed}\n")
 
 
 @pytest.mark.parametrize("module, default", [(forward, 24), (fp8, 6)])
@@ -141,8 +190,8 @@ def test_quick_rounds_and_budget_make_the_pace():
 # --check
 
 
-def outcome(us, shape=POINT, impl="ours", dtype="bfloat16", config=None, graph=True):
-    spread = Spread(us, us, us, us, us, 1)
+def outcome(us, shape=POINT, impl="ours", dtype="bfloat16", config=None, graph=True, rounds=Pace.rounds):
+    spread = Spread(us, us, us, us, us, rounds)
     return Outcome(Contender(impl, dtype, None, config), shape, Timing(spread if graph else None, spread, spread), 1.0)
 
 
@@ -188,6 +237,25 @@ def test_the_newest_record_of_the_same_gpu_type_and_shape_counts(tmp_path):
     assert check([outcome(101.0)], tmp_path).holds
     assert not check([outcome(106.0)], tmp_path).holds
     assert check([outcome(101.0), outcome(500.0, impl="fa3")], tmp_path).holds  # a peer's time is not ours to keep
+
+
+def test_a_run_with_fewer_rounds_is_no_baseline(tmp_path):
+    keep(outcome(100.0), tmp_path)
+    keep(outcome(50.0, rounds=options.QUICK.rounds), tmp_path, commit="quick")
+    keep(outcome(50.0, rounds=Pace.rounds - 1), tmp_path, commit="cut short")
+    assert "against then by" in check([outcome(101.0)], tmp_path).lines[0]
+    assert check([outcome(101.0, rounds=2)], tmp_path).holds
+    (path,) = tmp_path.rglob("*.jsonl")
+    old = {key: value for key, value in json.loads(path.read_text().splitlines()[0]).items() if key != "rounds"}
+    path.write_text(path.read_text() + json.dumps({**old, "graph_us": 90.0, "commit": "says nothing"}) + "\n")
+    verdict = check([outcome(101.0)], tmp_path)
+    assert not verdict.holds and "against says nothing by" in verdict.lines[0]
+
+
+def test_quick_says_how_many_rounds_by_itself(capsys):
+    with pytest.raises(SystemExit):
+        forward.parser().parse_args(["--quick", "--rounds", "9"])
+    assert "argument --rounds: not allowed with argument --quick" in capsys.readouterr().err
 
 
 def test_accurate_and_fast_are_held_to_their_own_records(tmp_path):

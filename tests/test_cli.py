@@ -42,22 +42,22 @@ def test_version():
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "arguments, said",
     [
-        (),
-        ("train",),
-        ("compile",),
-        ("compile", "--all", "--head-dim", "64"),
-        ("compile", "--head-dim-v", "64"),
-        ("compile", "--all", "--jobs", "0"),
-        ("check", "--device", "tpu"),
-        ("check", "--examples", "-1"),
-        ("check", "--examples", "many"),
+        ((), "the following arguments are required: COMMAND"),
+        (("train",), "argument COMMAND: invalid choice: 'train'"),
+        (("compile",), "compile: give --all, or some of --dtype"),
+        (("compile", "--all", "--head-dim", "64"), "compile: give --all, or some of --dtype"),
+        (("compile", "--head-dim-v", "64"), "compile: --head-dim-v needs --head-dim"),
+        (("compile", "--all", "--jobs", "0"), "argument --jobs: '0' is not a whole number of at least 1"),
+        (("check", "--device", "tpu"), "argument --device: invalid choice: 'tpu'"),
+        (("check", "--examples", "-1"), "argument --examples: '-1' is not a whole number of at least 1"),
+        (("check", "--examples", "many"), "argument --examples: 'many' is not a whole number of at least 1"),
     ],
 )
-def test_wrong_arguments_exit_with_2(arguments):
+def test_wrong_arguments_exit_with_2_and_say_what_is_allowed(arguments, said):
     status, out, err = fa3(*arguments)
-    assert status == 2 and out == "" and "error:" in err and "_positive" not in err
+    assert status == 2 and out == "" and f"error: {said}" in err
 
 
 def test_module_runs():
