@@ -9,14 +9,13 @@ Latency, power and what a tile costs at its start and end are not in it. Needs n
 
 import argparse
 import heapq
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.peers import FP8, config_of, fp8_kernel_of, spec_of
-from bench.recorded import problem_of, read
+from bench.recorded import NotWhole, Record, Records
 from bench.records import PROBLEM, RESULTS, short_name
 from bench.shapes import GRID, Shape
 from fa3 import heuristics
@@ -50,6 +49,10 @@ CHIPS = {
     "gh200": "NVIDIA GH200 480GB",
 }
 TERMS = ("tensor", "exp", "issue", "shared", "l2", "dram")
+
+
+class NoModel(ValueError):
+    """Of a chip, or of what a record ran; the message is for the user."""
 
 
 class Instructions(NamedTuple):
@@ -114,12 +117,12 @@ class Terms:
 
 
 def chip_of(gpu: str) -> Chip:
-    """By the device's name. Raises ValueError for one whose datasheet is not known, or with tensor cores of another
+    """By the device's name. Raises NoModel for one whose datasheet is not known, or with tensor cores of another
     speed.
     """
     found = named(gpu, 114 if "PCIe" in gpu else 132, HOPPER)
     if found.peak_tflops is None or "H20" in gpu.split():
-        raise ValueError(f"no model of {gpu!r}; there are {', '.join(CHIPS.values())}")
+        raise NoModel(f"no model of {gpu!r}; there are {', '.join(CHIPS.values())}")
     return found
 
 
@@ -249,15 +252,15 @@ def dram_bytes(spec: Spec, shape: Shape) -> int:
 # Records
 
 
-def of_record(record: Mapping[str, Any], mhz: float | None = None) -> Terms:
-    """The model of a record of ours, with the Config that it ran with, on its GPU. Raises ValueError for a record of
+def of_record(record: Record, mhz: float | None = None) -> Terms:
+    """The model of a record of ours, with the Config that it ran with, on its GPU. Raises NoModel for a record of
     something else, of an unknown GPU, or with a choice that Config does not have any more.
     """
     if record["impl"] != "ours" or record["dtype"] not in (*heuristics.DTYPES, FP8) or not record["config"]:
-        raise ValueError(f"no model of {record['impl']} in {record['dtype']} with config {record['config']}")
+        raise NoModel(f"no model of {record['impl']} in {record['dtype']} with config {record['config']}")
     gone = record["config"].keys() - {field.name for field in fields(Config)}
     if gone:
-        raise ValueError(f"no model of a config with {', '.join(sorted(gone))}")
+        raise NoModel(f"no model of a config with {', '.join(sorted(gone))}")
     shape = Shape("", **{name: record[name] for name in PROBLEM})
     spec = spec_of(shape, record["dtype"])
     if spec.is_fp8:
@@ -265,52 +268,64 @@ def of_record(record: Mapping[str, Any], mhz: float | None = None) -> Terms:
     return terms(spec, Config(**record["config"]), shape, chip_of(record["gpu"]), mhz)
 
 
-def utilization(record: Mapping[str, Any], mhz: float | None = None) -> float | None:
+def utilization(record: Record, mhz: float | None = None) -> float | None:
     """Bound over measured kernel time; None where that was not measured. Above 1 where the clock was higher."""
     return of_record(record, mhz).bound / record["graph_us"] if record["graph_us"] else None
-
-
-def newest(records: Iterable[Mapping[str, Any]], dtype: str) -> dict[tuple, Mapping[str, Any]]:
-    """By problem, the last record of our kernel's time: files are appended, so it is the newest commit's. Of FP8
-    kernels that promote: those that sum in the tensor core give another answer.
-    """
-    found = {}
-    for r in records:
-        is_same = r["impl"] == "ours" and r["dtype"] == dtype and r["graph_us"] and r["config"]
-        if is_same and (dtype != FP8 or r["config"].get("promotion")):
-            found[problem_of(r)] = r
-    return found
 
 
 # The command
 
 
 class Point(NamedTuple):
-    """A shape in a type: its model, and the record that it is measured by."""
+    """A shape in a type: its model, and the record that it is measured by, or why there is none."""
 
     shape: Shape
     dtype: str
     terms: Terms
-    record: Mapping[str, Any] | None
+    record: Record | None
+    why: str = ""
 
 
 def points(gpu: str, mhz: float | None = None, results: Path = RESULTS) -> list[Point]:
-    """The grid in BF16 and FP8. With the Config of the record where there is one, else with the one that fa3 takes."""
+    """The grid in BF16 and FP8. With the Config of the record where there is one, else with the one that fa3 takes.
+    The records are those that the documents show, of chips with this one's datasheet.
+    """
     chip = chip_of(CHIPS[gpu])
+    records = Records(
+        short_name(chip.name), results, lambda r: named(r["gpu"], 0, HOPPER).peak_tflops == chip.peak_tflops
+    )
     found = []
-    for dtype, suite in (("bfloat16", "forward"), (FP8, "fp8")):
-        records = read(short_name(chip.name), suite, results)
-        measured = newest((r for r in records if chip_of(r["gpu"]).peak_tflops == chip.peak_tflops), dtype)
-        for shape in GRID:
-            record = measured.get(tuple(getattr(shape, name) for name in PROBLEM))
-            if record:
-                of = of_record(record, mhz)
-            elif dtype == FP8:
-                of = terms(*fp8_kernel_of(shape, heuristics.ACCUMULATIONS[0], chip.num_sms), shape, chip, mhz)
-            else:
-                of = terms(spec_of(shape, dtype), config_of(shape, dtype, chip.num_sms), shape, chip, mhz)
-            found.append(Point(shape, dtype, of, record))
+    for dtype in ("bfloat16", FP8):
+        measured, why = _measured(records, dtype)
+        for shape, record in zip(GRID, measured, strict=True):
+            found.append(_point(shape, dtype, chip, mhz, record, why))
     return found
+
+
+def _measured(records: Records, dtype: str) -> tuple[list[Record | None], str]:
+    """Of every shape of the grid, all of one commit; else nothing, and why. Of FP8 kernels that promote: those that sum
+    in the tensor core give another answer.
+    """
+    try:
+        if dtype == FP8:
+            return [point.by_name["accurate"] for point in records.fp8], ""
+        return [point.by_name["ours"] for point in records.forward], ""
+    except NotWhole as missing:
+        return [None] * len(GRID), str(missing)
+
+
+def _point(shape: Shape, dtype: str, chip: Chip, mhz: float | None, record: Record | None, why: str) -> Point:
+    """With a record where there is one that has a model."""
+    if record:
+        try:
+            return Point(shape, dtype, of_record(record, mhz), record)
+        except NoModel as problem:
+            why = f"{problem}, which commit {record['commit']} ran"
+    if dtype == FP8:
+        kernel = fp8_kernel_of(shape, heuristics.ACCUMULATIONS[0], chip.num_sms)
+    else:
+        kernel = spec_of(shape, dtype), config_of(shape, dtype, chip.num_sms)
+    return Point(shape, dtype, terms(*kernel, shape, chip, mhz), None, why)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -327,12 +342,16 @@ def main(argv: list[str] | None = None) -> int:
     found = points(args.gpu, mhz, args.results)
     for dtype in dict.fromkeys(point.dtype for point in found):
         result = table(f"{dtype}, microseconds", "point", *TERMS, "even", "bound", "serial", "record", "share")
-        for point in found:
-            if point.dtype == dtype:
-                result.add_row(*_cells(point))
+        here = [point for point in found if point.dtype == dtype]
+        for point in here:
+            result.add_row(*_cells(point))
         out.print(result)
+        for commit in dict.fromkeys(point.record["commit"] for point in here if point.record):
+            out.print(f"record: of commit {commit}", markup=False)
+        for why in dict.fromkeys(point.why for point in here if point.why):
+            out.print(f"no record: {why}", markup=False)
     out.print("even: mean over longest load. bound: the largest term (bold) and the launch. serial: tensor, exp,")
-    out.print("issue and launch in turn. share: bound over the newest record, above 1 where the clock was higher.")
+    out.print("issue and launch in turn. share: bound over the record, above 1 where the clock was higher.")
     return 0
 
 

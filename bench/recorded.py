@@ -9,7 +9,7 @@ import datetime
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ SAME_POINT = datetime.timedelta(seconds=10)  # records of a point are written to
 
 class NotRecorded(LookupError):
     """The records lack what was asked for; the message is for the user."""
+
+
+class NotWhole(NotRecorded):
+    """No commit has all that is shown together."""
 
 
 def read(gpu: str, suite: str, results: Path = RESULTS) -> list[Record]:
@@ -74,8 +78,10 @@ class Point:
 
     @property
     def cublas(self) -> float:
-        """TFLOP/s of the bf16 matrix product in the same run."""
-        first = next(r for r in self.by_name.values() if r["cublas_fraction"])
+        """TFLOP/s of the bf16 matrix product in the same run. Raises NotRecorded where no record has a share of it."""
+        first = next((r for r in self.by_name.values() if r["cublas_fraction"]), None)
+        if first is None:
+            raise NotRecorded(f"no matrix product was measured beside {self.label} of commit {self.commit}")
         return first["tflops"] / first["cublas_fraction"]
 
 
@@ -127,7 +133,7 @@ def newest(
     records: Sequence[Record], shapes: Sequence[Shape], dtype: str, names: Sequence[str], beside: Sequence[str] = ()
 ) -> list[Point]:
     """A point for each shape, all of the newest commit that has all of them; of each the newest run that has all names,
-    and those of `beside` that any run of the shape has. Raises NotRecorded where no commit is so whole.
+    and those of `beside` that any run of the shape has. Raises NotWhole where no commit is so whole.
     """
     made: dict[tuple[Any, ...], list[Point]] = {_sizes(shape): [] for shape in shapes}
     for point in points(records, dtype):
@@ -140,7 +146,7 @@ def newest(
     for commit in dict.fromkeys(record["commit"] for record in reversed(records)):
         if chosen and all(commit in by_commit for by_commit in chosen):
             return [by_commit[commit] for by_commit in chosen]
-    raise NotRecorded(f"no commit has all {len(shapes)} shapes with {', '.join([*names, *beside])} in {dtype}")
+    raise NotWhole(f"no commit has all {len(shapes)} shapes with {', '.join([*names, *beside])} in {dtype}")
 
 
 def _sizes(shape: Shape) -> tuple[Any, ...]:
@@ -148,11 +154,16 @@ def _sizes(shape: Shape) -> tuple[Any, ...]:
 
 
 class Records:
-    """What is shown of one GPU, each part read when it is asked for. Raises NotRecorded where there is none."""
+    """What is shown of one GPU, each part read when it is asked for. Raises NotRecorded where there is none.
 
-    def __init__(self, gpu: str, results: Path = RESULTS) -> None:
-        self.gpu = gpu
-        self.suite = partial(read, gpu, results=results)
+    `counts` says which records of its folder: two GPUs may have one short name.
+    """
+
+    def __init__(self, gpu: str, results: Path = RESULTS, counts: Callable[[Record], bool] = lambda record: True):
+        self.gpu, self.results, self.counts = gpu, results, counts
+
+    def suite(self, name: str) -> list[Record]:
+        return [record for record in read(self.gpu, name, self.results) if self.counts(record)]
 
     @cached_property
     def forward(self) -> list[Point]:
@@ -198,4 +209,4 @@ class Records:
             found = [record for record in records if record["commit"] == commit]
             if {kind(record) for record in found} == kinds:
                 return found
-        raise NotRecorded(f"no commit has the whole of suite {suite}")
+        raise NotWhole(f"no commit has the whole of suite {suite}")

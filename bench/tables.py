@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from bench.documents import table
-from bench.model import of_record, utilization
+from bench.model import NoModel, of_record, utilization
 from bench.peers import PEERS
 from bench.plots import LOOKS, Errors
 from bench.recorded import NotRecorded, Point, Record, Records, length, mask
@@ -52,8 +52,20 @@ def listed(names: Sequence[str]) -> str:
 
 
 def of_model(record: Record) -> float | None:
-    """None for a record that does not say what ran."""
-    return utilization(record) if record["config"] else None
+    """None where there is no model of the chip, or of what ran."""
+    try:
+        return utilization(record)
+    except NoModel:
+        return None
+
+
+def bound(record: Record) -> str:
+    """Of the model, in microseconds, and what bounds; a dash where there is no model."""
+    try:
+        terms = of_record(record)
+    except NoModel:
+        return "-"
+    return f"{terms.bound:.0f} {terms.limit}"
 
 
 def percent(share: float | None) -> str:
@@ -184,10 +196,7 @@ def model(records: Records) -> str:
     for words, suite, points, name in (
         ("BF16", "forward", records.forward, "ours"), ("FP8, accurate", "fp8", records.fp8, "accurate"),
     ):  # fmt: skip
-        cells = {}
-        for point in points:
-            terms = of_record(point.by_name[name])
-            cells[point.label] = f"{terms.bound:.0f} {terms.limit}"
+        cells = {point.label: bound(point.by_name[name]) for point in points}
         where = f"with the configs of commit {points[0].commit} in `bench/results/{records.gpu}/{suite}.jsonl`:"
         tables.append(f"{words}, {where}\n\n{by_length(points, cells)}")
     return "\n\n".join(tables)

@@ -13,9 +13,9 @@ import pytest
 from bench import model
 from bench.model import Terms, chip_of, instructions, terms
 from bench.peers import FP8, config_of, fp8_kernel_of, spec_of
-from bench.recorded import problem_of, read
-from bench.records import PROBLEM
-from bench.shapes import NAMED, Shape
+from bench.recorded import Records, read
+from bench.records import PROBLEM, Origin, append, record
+from bench.shapes import GRID, NAMED, Shape
 from fa3 import heuristics
 from fa3.kernels import compile, sass
 from fa3.kernels.algo.blocks import first_row, key_blocks
@@ -190,15 +190,43 @@ def test_a_record_is_judged_by_the_config_that_it_ran_with():
             model.of_record({**record, **other})
 
 
-def test_the_newest_record_of_ours_counts():
-    spec, config, shape = kernel_of("hd256-4k-full", FP8)
-    chosen = dataclasses.asdict(config)
-    base = {"impl": "ours", "dtype": FP8, "graph_us": 1.0, "config": chosen}
-    base |= {name: getattr(shape, name) for name in PROBLEM}
-    fast = {**base, "graph_us": 3.0, "config": {**chosen, "promotion": 0}}
-    records = [base, {**base, "graph_us": 2.0}, fast, {**base, "impl": "fa3"}, {**base, "graph_us": None}]
-    assert model.newest(records, FP8) == {problem_of(base): records[1]}
-    assert model.newest(records, "bfloat16") == {}
+def keep(folder, commit, shapes=GRID, gpu="NVIDIA H100 80GB HBM3", us=3000.0, dtype="bfloat16", **choices):
+    """Records of ours, with the Config that fa3 takes and these choices."""
+    suite = "fp8" if dtype == FP8 else "forward"
+    for shape in shapes:
+        config = dataclasses.asdict(kernel_of(shape.name, dtype)[1]) | choices
+        append(record(Origin(gpu, "2.11.0", commit), suite, "ours", dtype, shape, graph_us=us, config=config), folder)
+
+
+def test_the_records_are_of_one_commit_and_of_this_chip(tmp_path, capsys):
+    keep(tmp_path, "whole")
+    keep(tmp_path, "whole", dtype=FP8)
+    keep(tmp_path, "part", GRID[:3], us=1.0)
+    keep(tmp_path, "card", gpu="NVIDIA H100 PCIe", us=1.0)
+    keep(tmp_path, "fast", us=1.0, dtype=FP8, promotion=0)  # another answer
+    found = model.points("h100", results=tmp_path)
+    counted = [(p.record["commit"], p.record["graph_us"]) for p in found if p.record]
+    assert counted == [("whole", 3000.0)] * 48
+    assert model.main(["--gpu", "h100", "--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("record: of commit whole") == 2
+    assert {p.record["commit"] for p in model.points("h100-pcie", results=tmp_path) if p.record} == {"card"}
+
+
+def test_the_model_reads_what_the_documents_show():
+    shown, found = Records("h200"), model.points("h200")
+    assert [p.record for p in found if p.dtype != FP8] == [p.by_name["ours"] for p in shown.forward]
+    assert [p.record for p in found if p.dtype == FP8] == [p.by_name["accurate"] for p in shown.fp8]
+
+
+def test_why_there_is_no_share_is_said(tmp_path, capsys):
+    keep(tmp_path, "part", GRID[:3])
+    assert model.main(["--gpu", "h100", "--results", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "no record: no commit has all 24 shapes with ours" in printed and "of commit part" not in printed
+    keep(tmp_path, "old", lookahead=True)
+    found = [p for p in model.points("h100", results=tmp_path) if p.dtype != FP8]
+    assert {(p.record, p.why) for p in found} == {(None, "no model of a config with lookahead, which commit old ran")}
+    assert found[0].terms == terms(*kernel_of(found[0].shape.name), chip_of("NVIDIA H100 80GB HBM3"))
 
 
 def test_the_table_has_the_grid_in_both_types(tmp_path, capsys):

@@ -234,6 +234,28 @@ def test_the_fp8_points_are_shares_of_twice_the_peak(tmp_path):
     assert f"| 256 causal 1K | 900 | 45.5% | 112.5% | {share:.1%} | 1000 | 0.900 |" in text
 
 
+@pytest.mark.parametrize("gpu, gone", [("NVIDIA H20", {}), ("NVIDIA H200", {"lookahead": True})])
+def test_what_has_no_model_has_an_empty_cell(tmp_path, gpu, gone):
+    ran = asdict(Config(2, 128, promotion=1)) | gone
+    for n, shape in enumerate(GRID):
+        for impl in ("ours", "cudnn"):
+            records.append(row(impl, shape.flops / 5e8, shape, second=10 * n, gpu=gpu, config=ran), tmp_path)
+        made = row("ours", shape.flops / 9e8, shape, second=10 * n, dtype=FP8, suite="fp8", gpu=gpu, config=ran)
+        records.append(made, tmp_path)
+    found = Records(records.short_name(gpu), tmp_path)
+    assert (
+        len(re.findall(r"\| \d\S+ \w+ \d+K? \| 500 \| \S+% \| 62.5% \| \| cuDNN", tables.forward_points(found))) == 24
+    )
+    assert tables.fp8_points(found).count("112.5% | |\n") == 23  # and the last line
+    assert tables.model(found).count(" - | - | - | - |") == 12
+
+
+def test_a_point_without_a_matrix_product_is_named():
+    (point,) = points([row("ours", 100.0, cublas_fraction=None)], "bfloat16")
+    with pytest.raises(NotRecorded, match="no matrix product was measured beside 128 full 4K of commit abc"):
+        print(point.cublas)
+
+
 def test_the_host_table_is_of_the_newest_whole_commit(tmp_path):
     def host(impl, us, commit, **config):
         records.append({**row(impl, None, commit=commit, suite="host", config=config or None), "cpu_us": us}, tmp_path)
