@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
         "--tile-n", nargs=3, type=positive, default=[64, 192, 16], metavar=("FROM", "TO", "STEP"), help="both ends in"
     )
     result.add_argument("--stages", nargs="+", type=positive, default=[2])
+    result.add_argument("--q-stages", nargs="+", type=positive, default=[1])
     for switch in SWITCHES:
         default = ["on", "off"] if switch.name in BOTH_WAYS else ["on" if switch.default else "off"]
         result.add_argument(f"--{switch.name.replace('_', '-')}", nargs="+", choices=("on", "off"), default=default)
@@ -53,6 +54,7 @@ def candidates(args: argparse.Namespace) -> list[Config]:
     first, last, step = args.tile_n
     values: dict[str, Iterable[Any]] = {
         "warpgroups": args.warpgroups, "tile_n": range(first, last + 1, step), "stages": args.stages,
+        "q_stages": args.q_stages,
         **{switch.name: [word == "on" for word in getattr(args, switch.name)] for switch in SWITCHES},
     }  # fmt: skip
     return [Config(**dict(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
@@ -60,11 +62,16 @@ def candidates(args: argparse.Namespace) -> list[Config]:
 
 def fits(spec: Spec, config: Config) -> bool:
     """Shared memory, and the fragments of S, P and O in a consumer thread's registers. Ping-pong takes two warpgroups
-    or more, a dynamic grid is a persistent one, prefetching is of FP8, alternating of a promoted one.
+    or more, a dynamic grid is a persistent one, and so is one with two places of Q; prefetching is of FP8, alternating
+    of a promoted one, and exponentials are optimistic in 16 bit.
     """
     if config.shared_bytes(spec) > SHARED_BYTES or (config.pingpong and config.warpgroups < 2):
         return False
-    if (config.dynamic and not config.persistent) or (config.prefetch and not spec.is_fp8):
+    if (config.dynamic or config.q_stages > 1) and not config.persistent:
+        return False
+    if config.prefetch and not spec.is_fp8:
+        return False
+    if config.optimistic and (spec.is_fp8 or not config.overlap or config.rescale_early):
         return False
     if config.alternate and not (spec.is_fp8 and config.overlap and config.promotion):
         return False
@@ -93,7 +100,8 @@ def without_spills(kernels: Iterable[tuple[Spec, Config]], jobs: int) -> tuple[l
 
 def brief(config: Config) -> str:
     words = [switch.name for switch in SWITCHES if getattr(config, switch.name)]
-    return " ".join([f"{config.tile_m}x{config.tile_n}", f"{config.stages} stages", *words])
+    stages = f"{config.stages} stages" + (f" {config.q_stages} of Q" if config.q_stages > 1 else "")
+    return " ".join([f"{config.tile_m}x{config.tile_n}", stages, *words])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,40 +23,66 @@ ALWAYS = 2**31
 class Row:
     """One tile's choices. A persistent grid is dynamic where nothing else is said."""
 
-    large: Config  # where its padding is small beside the smaller tile's
-    small: Config | None = None
+    config: Config
     dynamic: dict[str, bool] = field(default_factory=dict)  # what else differs in a dynamic grid
     fixed_full: int = 0  # up to this many keys a persistent grid goes by the fixed rule
     fixed_causal: int = 0
+    causal_fixed: bool = True  # whether a causal grid may go by the fixed rule at all
+    two_q: int = 0  # up to this many keys a persistent grid has two places for Q
+    small: "Row | None" = None  # a smaller tile, for where this one computes more padding
+    small_to: int = 0  # up to this many keys it is taken whatever the padding
 
-    def schedules(self, config: Config) -> tuple[Config, Config, Config]:
+    def schedules(self, seqlen_k: int, causal: bool) -> tuple[Config, Config, Config]:
         """One tile a CTA, persistent by the fixed rule, dynamic."""
-        persistent = replace(config, persistent=True)
-        return config, persistent, replace(persistent, dynamic=True, **self.dynamic)
+        persistent = replace(self.config, persistent=True, q_stages=2 if seqlen_k <= self.two_q else 1)
+        dynamic = replace(persistent, dynamic=True, **self.dynamic)
+        return self.config, dynamic if causal and not self.causal_fixed else persistent, dynamic
+
+    def goes_by_rule(self, seqlen_k: int, causal: bool) -> bool:
+        return seqlen_k <= (self.fixed_causal if causal else self.fixed_full)
+
+    def all_schedules(self, causal: bool) -> Iterator[Config]:
+        edges = {0, self.fixed_full, self.fixed_causal, self.two_q} - {ALWAYS}
+        for seqlen_k in sorted(edge + 1 for edge in edges):
+            one_tile, fixed, dynamic = self.schedules(seqlen_k, causal)
+            never = not causal and self.goes_by_rule(seqlen_k, causal)
+            yield from (one_tile, fixed) if never else (one_tile, fixed, dynamic)
 
 
+OPTIMISTIC, FREE = {"optimistic": True}, {"pingpong": False}
 ROWS: dict[tuple[int, int], Row] = {
     # 3 warpgroups keep the exponentials busier (+12 % at 4K and above); 192 rows do not divide 512 or 1024.
-    (64, 64): Row(Config(3, 128), Config(2, 128)),
-    # With 3 warpgroups a thread has registers for 80 keys only, which is slower below 4K and no faster above.
-    (96, 96): Row(Config(2, 128), fixed_causal=ALWAYS),
-    # The turns of ping-pong cost 1 to 2 % at 4K and 16K and gain 1 % below.
-    (128, 128): Row(Config(2, 128), None, {"pingpong": False}, fixed_full=512, fixed_causal=1024),
-    (192, 128): Row(Config(2, 128), fixed_full=ALWAYS, fixed_causal=ALWAYS),
+    (64, 64): Row(
+        Config(3, 128, 3, **OPTIMISTIC),
+        fixed_full=1024,
+        two_q=ALWAYS,
+        small=Row(Config(2, 128, **OPTIMISTIC), fixed_full=1024, fixed_causal=1024, two_q=ALWAYS),
+    ),
+    # +5 % over 2 warpgroups at 4K; with 112 keys +1 % more, which divide fewer lengths.
+    (96, 96): Row(Config(3, 96, **OPTIMISTIC), two_q=ALWAYS, small=Row(Config(2, 128, **OPTIMISTIC), two_q=ALWAYS)),
+    # Up to 1K keys the fixed rule and two places for Q: +3 to 7 %; at 16K one place, +1 to 2 %.
+    (128, 128): Row(Config(2, 128, **OPTIMISTIC), FREE, fixed_full=1024, fixed_causal=1024, two_q=1024),
+    (192, 128): Row(Config(2, 128, **OPTIMISTIC), fixed_full=ALWAYS, fixed_causal=ALWAYS),
     # What shared memory holds.
-    (192, 192): Row(Config(2, 112)),
-    # 128 O registers a thread: rescaled under QK +4 % over rescaled among the exponentials. 80 does not divide 512.
-    (256, 256): Row(Config(2, 80, rescale_early=True), Config(2, 64, rescale_early=True)),
+    (192, 192): Row(Config(2, 112, **OPTIMISTIC), fixed_causal=ALWAYS),
+    # Up to 1K 64 keys are 1 to 7 % faster. Causal kernels of the fixed rule spill.
+    (256, 256): Row(
+        Config(2, 80, **OPTIMISTIC),
+        causal_fixed=False,
+        small=Row(Config(2, 64, **OPTIMISTIC), fixed_full=1024, causal_fixed=False),
+        small_to=1024,
+    ),
 }
 
 # How P V of an FP8 kernel is summed. accurate: every key block's in FP32. fast: the fastest; without promotion all in
 # the tensor core's accumulator of about 14 bits, whose error grows with the number of keys. Measured at 16K; head dims
-# 96 and (192, 128) at 4K, head dim 192 not at all.
-FREE, AHEAD = {"pingpong": False}, {"pingpong": False, "prefetch": True}
+# 96 and (192, 128) at 4K, head dim 192 not at all. Two places for Q: measured at head dims 64 and 128.
+AHEAD = {"pingpong": False, "prefetch": True}
 # With (192, 128), where alternating is 1 % faster, a causal kernel of one tile spills.
 HALVED = Row(Config(2, 128, promotion=1, **FREE))
-ALTERNATING = Row(Config(2, 128, 3, promotion=1, alternate=True, **FREE))
-PREFETCHING = Row(Config(3, 128, 3, promotion=1, chunk=32, **AHEAD), Config(2, 128, promotion=1, **FREE))
+ALTERNATING = Row(Config(2, 128, 3, promotion=1, alternate=True, **FREE), fixed_full=1024, two_q=4096)
+# At 512 and 1K keys 4 to 10 % faster than 2 warpgroups, although 192 rows do not divide them.
+PREFETCHING = Row(Config(3, 128, 3, promotion=1, chunk=32, **AHEAD), two_q=ALWAYS)
 FP8_ROWS: dict[str, dict[tuple[int, int], Row]] = {
     "accurate": {
         (64, 64): PREFETCHING,
@@ -74,7 +100,7 @@ FP8_ROWS: dict[str, dict[tuple[int, int], Row]] = {
         (128, 128): ALTERNATING,
         (192, 128): HALVED,
         (192, 192): Row(Config(2, 128, **FREE)),
-        (256, 256): Row(Config(2, 128)),
+        (256, 256): Row(Config(2, 128), causal_fixed=False),  # it would spill
     },
 }
 ACCUMULATIONS = tuple(FP8_ROWS)  # the first is the default
@@ -99,16 +125,17 @@ def config_for(
     """The Config for a problem of these sizes on a chip with num_sms multiprocessors. accumulation: of FP8."""
     rows = FP8_ROWS[accumulation] if spec.is_fp8 else ROWS
     row = rows[spec.head_dim, spec.head_dim_v]
-    config = row.large
-    if row.small is not None and _padding(row.large, row.small, seqlen_q, seqlen_k) > PADDING[spec.causal]:
-        config = row.small
-    one_tile, fixed, dynamic = row.schedules(config)
-    m_blocks, sequences = -(-seqlen_q // config.tile_m), heads * batch
+    if row.small is not None and (
+        seqlen_k <= row.small_to or _padding(row.config, row.small.config, seqlen_q, seqlen_k) > PADDING[spec.causal]
+    ):
+        row = row.small
+    one_tile, fixed, dynamic = row.schedules(seqlen_k, spec.causal)
+    m_blocks, sequences = -(-seqlen_q // one_tile.tile_m), heads * batch
     tiles = m_blocks * sequences
     if tiles <= num_sms:
         return one_tile
     is_balanced = not spec.causal or balance(m_blocks, sequences, num_sms) >= BALANCED
-    by_rule = is_balanced and seqlen_k <= (row.fixed_causal if spec.causal else row.fixed_full)
+    by_rule = is_balanced and row.goes_by_rule(seqlen_k, spec.causal)
     if tiles >= DRAWN * num_sms and not by_rule:
         return dynamic
     return fixed if is_balanced else one_tile
@@ -121,10 +148,10 @@ def all_configs() -> Iterator[tuple[Spec, Config]]:
     found: dict[tuple[Spec, Config], None] = {}  # as a set that keeps the order
     for dtype, dtype_o, rows in kinds:
         for tile, row in rows.items():
-            sizes = [config for config in (row.large, row.small) if config is not None]
             for causal in (False, True):
                 spec = Spec(dtype, *tile, causal, dtype_o)
-                found |= dict.fromkeys((spec, c) for config in sizes for c in row.schedules(config))
+                for size in (row, row.small):
+                    found |= dict.fromkeys((spec, c) for c in (size.all_schedules(causal) if size else ()))
     yield from found
 
 

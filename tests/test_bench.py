@@ -31,7 +31,7 @@ KEYS = {
 }  # fmt: skip
 VARIANTS = records.RESULTS / "h200" / "variants.jsonl"  # searches, in keys of their own
 FP8_VARIANTS = records.RESULTS / "h200" / "fp8_variants.jsonl"
-VARIANT = re.compile(r"b(?P<hd>\d+)_(?P<dv>\d+)(?P<mask>[cf])_\dx\d+s\dop?[PD]?e?(-\w+)?")
+VARIANT = re.compile(r"b(?P<hd>\d+)_(?P<dv>\d+)(?P<mask>[cf])_\dx\d+s\dop?[PD]?e?Q?(-\w+)?")
 HOPPER = records.Origin("NVIDIA H200", "2.11.0", "abc", peak_tflops=989.5, cublas_tflops=800.0)
 TINY = NAMED["tiny"]
 
@@ -157,7 +157,7 @@ def test_results_in_the_repository_are_records():
 
 def test_the_fp8_searches_in_the_repository():
     rows = [json.loads(line) for line in FP8_VARIANTS.read_text().splitlines()]
-    assert {r["run"] for r in rows} == set(range(1, 21))
+    assert {r["run"] for r in rows} == set(range(1, 22))
     places = [(r["run"], r["kernels"], r["shape"], r["name"]) for r in rows]
     assert len(set(places)) == len(places)
     for r in rows:
@@ -168,7 +168,8 @@ def test_the_fp8_searches_in_the_repository():
 def test_the_searches_in_the_repository_are_named_as_docs_tuning_says():
     points = [json.loads(line) for line in VARIANTS.read_text().splitlines()]
     assert len({(r["run"], r["hd"], r["dv"], r["causal"], r["S"]) for r in points}) == len(points)
-    assert {(r["run"], r["commit"]) for r in points} == {(2, "c08f74b"), (4, None), (8, None), (10, "e0268b3")}
+    commits = {2: "c08f74b", 4: None, 8: None, 10: "e0268b3", 21: None, 22: None, 23: None}
+    assert {(r["run"], r["commit"]) for r in points} == set(commits.items())
     for r in points:
         assert set(r) == {"hd", "dv", "S", "causal", "tf", "run", "commit"}
         assert all(0 < tflops < HOPPER.peak_tflops for tflops in r["tf"].values())
@@ -264,16 +265,17 @@ def test_the_table_prints_speeds_and_stars(capsys):
 # Sweep, ablation, host
 
 
-def test_the_ablation_changes_nothing_but_the_two_switches():
+def test_the_ablation_changes_nothing_but_its_switches():
     config = Config(warpgroups=3, tile_n=96, stages=3, persistent=True)
     named = ablation.variants(config)
-    assert {(c.overlap, c.pingpong) for c in named.values()} == {
-        (False, False),
-        (False, True),
-        (True, False),
-        (True, True),
+    assert {(c.overlap, c.pingpong, c.optimistic) for c in named.values()} == {
+        (False, False, False),
+        (False, True, False),
+        (True, False, False),
+        (True, True, False),
+        (True, True, True),
     }
-    assert {dataclasses.replace(c, overlap=True, pingpong=True) for c in named.values()} == {config}
+    assert {dataclasses.replace(c, overlap=True, pingpong=True, optimistic=False) for c in named.values()} == {config}
 
 
 def test_the_sweep_tries_every_combination_that_fits():
@@ -353,7 +355,8 @@ def no_kernels(monkeypatch):
 def test_the_ablation_records_every_order(no_kernels, tmp_path, capsys):
     assert ablation.main(["--shapes", "tiny", "--rounds", "1", "--out", str(tmp_path)]) == 0
     rows = read_records(tmp_path, "ablation")
-    assert [(r["config"]["overlap"], r["config"]["pingpong"]) for r in rows] == list(ablation.SWITCHES.values())
+    switches = [tuple(r["config"][name] for name in ("overlap", "pingpong", "optimistic")) for r in rows]
+    assert switches == list(ablation.SWITCHES.values())
     assert all(set(r) == KEYS and r["impl"] == "ours" for r in rows)
     assert "(1.000x)" in capsys.readouterr().out
 

@@ -80,11 +80,13 @@ def test_known_choices_of_fp8():
     dynamic = {"persistent": True, "dynamic": True, **free}
     assert ACCUMULATIONS[0] == "accurate"
     alternating = Config(2, 128, 3, promotion=1, alternate=True, **free)
-    assert choice((128, 128), False, 4096) == replace(alternating, persistent=True, dynamic=True)
+    assert choice((128, 128), False, 512) == replace(alternating, persistent=True, q_stages=2)
+    assert choice((128, 128), False, 4096) == replace(alternating, persistent=True, dynamic=True, q_stages=2)
+    assert choice((128, 128), False, 16384) == replace(alternating, persistent=True, dynamic=True)
     assert choice((128, 128), False, 64) == choice((128, 128), False, 64, "fast") == alternating
-    prefetching = Config(3, 128, 3, promotion=1, chunk=32, prefetch=True, **dynamic)
+    prefetching = Config(3, 128, 3, promotion=1, chunk=32, prefetch=True, q_stages=2, **dynamic)
+    assert choice((64, 64), True, 512) == replace(prefetching, dynamic=False)
     assert choice((64, 64), True, 4096) == choice((64, 64), True, 4096, "fast") == prefetching
-    assert choice((64, 64), True, 512) == Config(2, 128, promotion=1, persistent=True, **free)
     in_turn = Config(2, 128, promotion=1, chunk=64, overlap=False)
     assert choice((256, 256), False, 4096) == replace(in_turn, persistent=True, dynamic=True)
     assert choice((256, 256), True, 64) == in_turn and choice((256, 256), True, 64, "fast") == Config(2, 128)
@@ -96,15 +98,21 @@ def test_known_choices():
     def choice(tile, causal, seqlen, heads, batch):
         return config_for(Spec("bfloat16", *tile, causal), seqlen, seqlen, heads, batch, 132)
 
-    dynamic = {"persistent": True, "dynamic": True}
+    fixed = {"persistent": True, "optimistic": True}
+    dynamic = {"dynamic": True, **fixed}
     assert choice((128, 128), False, 16384, 16, 1) == Config(2, 128, pingpong=False, **dynamic)
     assert choice((128, 128), True, 4096, 16, 4) == Config(2, 128, pingpong=False, **dynamic)
-    assert choice((128, 128), True, 1024, 16, 16) == Config(2, 128, persistent=True)
-    assert choice((64, 64), True, 512, 32, 32) == Config(2, 128, **dynamic)
-    assert choice((64, 64), False, 16384, 32, 1) == Config(3, 128, **dynamic)
-    assert choice((256, 256), True, 512, 8, 32) == Config(2, 64, rescale_early=True, **dynamic)
-    assert choice((256, 256), True, 16384, 8, 1) == Config(2, 80, rescale_early=True, **dynamic)
-    assert choice((192, 128), True, 16384, 8, 1) == Config(2, 128, persistent=True)
+    assert choice((128, 128), True, 1024, 16, 16) == Config(2, 128, q_stages=2, **fixed)
+    assert choice((64, 64), True, 512, 32, 32) == Config(2, 128, q_stages=2, **fixed)
+    assert choice((64, 64), False, 512, 32, 32) == Config(3, 128, 3, q_stages=2, **fixed)
+    assert choice((64, 64), False, 16384, 32, 1) == Config(3, 128, 3, q_stages=2, **dynamic)
+    assert choice((256, 256), False, 1024, 8, 16) == Config(2, 64, **fixed)
+    assert choice((256, 256), True, 512, 8, 32) == Config(2, 64, **dynamic)
+    assert choice((256, 256), True, 16384, 8, 1) == Config(2, 80, **dynamic)
+    assert choice((256, 256), True, 4096, 8, 1) == Config(2, 80, **dynamic)  # 256 tiles: no causal grid by the rule
+    assert choice((192, 128), True, 16384, 8, 1) == Config(2, 128, **fixed)
+    assert choice((96, 96), True, 16384, 8, 1) == Config(3, 96, q_stages=2, **dynamic)
+    assert choice((96, 96), True, 512, 8, 32) == Config(2, 128, q_stages=2, **dynamic)
 
 
 def test_a_causal_grid_that_would_leave_multiprocessors_idle_is_not_persistent():

@@ -44,6 +44,7 @@ class Config:
     warpgroups: int  # consumers, 64 query rows each
     tile_n: int  # keys in a block
     stages: int = 2  # K and V blocks in flight
+    q_stages: int = 1  # Q tiles in flight: with 2 a persistent CTA has the next tile's Q, K and V before it ends one
     overlap: bool = True  # QK of the next block is issued before PV of this one
     pingpong: bool = True  # the warpgroups take turns at the tensor cores
     persistent: bool = False  # one CTA an SM that takes tile after tile; else one CTA a tile
@@ -51,6 +52,7 @@ class Config:
     prefetch: bool = False  # FP8, with overlap: V, the next K and its scales are awaited behind the exponentials
     alternate: bool = False  # FP8, with promotion: QK is a block ahead, where the PV before it was summed
     rescale_early: bool = False  # with overlap: O is rescaled under the next QK, else among this block's exponentials
+    optimistic: bool = False  # 16 bit, with overlap: exponentials against an older max, a new one only where they grow
     promotion: int = 0  # key blocks whose PV the tensor core sums before it is added to O in FP32: 1, or 0 for all
     chunk: int = 0  # with promotion: columns of O that are computed and added at a time; 0: all
 
@@ -88,7 +90,8 @@ class Config:
     def _shared_bytes(self, spec: Spec) -> int:
         """Tiles of Q and of the K and V rings, barriers and tickets, one alignment gap."""
         kv = self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v)
-        return spec.element_bytes * (self.tile_m * spec.head_dim + kv) + 8 * (2 * (4 + 2 * self.stages) + 1) + 1024
+        q = self.q_stages * self.tile_m * spec.head_dim
+        return spec.element_bytes * (q + kv) + 8 * (2 * (3 + self.q_stages + 2 * self.stages) + 1) + 1024
 
 
 def tile_for(head_dim: int, head_dim_v: int) -> tuple[int, int]:

@@ -5,9 +5,9 @@ producer   1 (of 4)           24..56        q, k, v empty           q, k, v full
 consumer   4 a warpgroup      160..256      q, k, v full            q, k, v empty
 
 barrier        kind    depth         arrivals
-q_full         TMA     1             Q bytes of the CTA
+q_full         TMA     q_stages      Q bytes of a query tile
 k_full v_full  TMA     stages        bytes of a block
-q_empty        warps   1             each consumer warp; where O lies over Q: the storing warp of each warpgroup
+q_empty        warps   q_stages      each consumer warp; where O lies over Q: the storing warp of each warpgroup
 k_empty v_empty warps  stages        each consumer warp
 stored         warps   1             where O lies over V: the storing warp of each warpgroup
 ticket_full    thread  2             of a dynamic grid: the lane that drew
@@ -35,16 +35,17 @@ from ..algo.scheduler import Dynamic, Folded, Grid, InOrder, LongestFirst, OneTi
 from ..algo.seqlen import DenseSeqlen, Lengths
 from ..algo.softmax import Softmax
 from ..algo.softmax_fp8 import BlockScaledSoftmax, Scales
-from ..prims.ptx import here
+from ..prims.ptx import shared_here, thread_here
 from ..prims.ring import Ring
 from ..prims.tma import Operand, operand
 from ..prims.turns import NoTurns, Turns
+from ..prims.warp_mma import plain
 from ..prims.wgmma import ROWS, scale_rows, settled
 from .accumulate import AmongExponentials, Promoted, PromotedAtOnce, UnderQK
 from .config import Config, Spec
 from .epilogue import Apart, OutputTile, OverQ, OverV, scale_columns, store_lse
 from .load import DenseKV, QuerySource, load_kv
-from .mma import Alternating, Attention, Halved, InTurn, Overlapped, Prefetching
+from .mma import Alternating, Attention, Halved, InTurn, OneQuery, Optimistic, Overlapped, Prefetching, Queries
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
@@ -78,6 +79,7 @@ class Producer(NamedTuple):
 
 class Consumer(NamedTuple):
     attention: Attention
+    queries: Queries | OneQuery
     schedule: object  # see mma.py
     output: OutputTile
     q_ring: Ring
@@ -86,7 +88,6 @@ class Consumer(NamedTuple):
     heads: HeadMap
     seqlen: DenseSeqlen
     warpgroup: Int32
-    thread: Int32  # of the warpgroup
     spec: Spec
     config: Config
 
@@ -102,9 +103,10 @@ class Consumer(NamedTuple):
     def of(self, tile: WorkTile) -> tuple[Attention, Mask, Int32]:
         """What belongs to a work tile, and this warpgroup's first row."""
         first = self.row(tile) + 64 * self.warpgroup
-        mask = self.mask(tile, first, self.thread)
+        mask = self.mask(tile, first, thread_here())
         softmax = self.attention.softmax.of_tile(tile, self.heads.kv_head(tile.head), mask.row)
-        return self.attention._replace(softmax=softmax), mask, first
+        rQ, sQ = self.queries.of_tile(tile.nth)
+        return self.attention._replace(rQ=rQ, sQ=sQ, softmax=softmax), mask, first
 
     def mask(self, tile: WorkTile, first: Int32, thread: Int32) -> Mask:
         row, column = first + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
@@ -112,10 +114,8 @@ class Consumer(NamedTuple):
 
     def close(self, tile: WorkTile, blocks: Blocks, a: Attention, mask: Mask, first: Int32):
         """The last PV of a tile, and its O."""
-        thread = self.thread
-        if self.spec.is_fp8:  # registers are short
-            thread = here(thread)
-            mask = self.mask(tile, first, thread)
+        thread = thread_here()
+        mask = self.mask(tile, first, thread)
         self.output.place.before_last_values(tile)
         self.schedule.last(a, tile.base + blocks.count - 1)
         inverse, lse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
@@ -155,7 +155,9 @@ class Forward:
         pv = sm90.make_trivial_tiled_mma(
             dtype, dtype, MAJOR.K, v_major, Float32, (1, 1, 1), (64, c.chunk or spec.head_dim_v), SOURCE.RMEM
         )
-        q_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.warpgroups)
+        q_tile = sm90.make_smem_layout_a(
+            LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.warpgroups * c.q_stages
+        )
         o_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim_v), self.dtype_o, c.warpgroups)
         k_tile = sm90.make_smem_layout_b(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.stages)
         v_tile = sm90.make_smem_layout_b(v_layout, (64, spec.head_dim_v, c.tile_n), dtype, c.stages)
@@ -203,7 +205,7 @@ class Forward:
         sQ, sK, sV = (self.stages(smem, x, self.dtype) for x in (Q, K, V))
         sO = self.stages(smem, O, self.dtype_o) if const_expr(c.o_place(spec) == "own") else None
         consumers = c.warpgroups * CONSUMER_WARPS
-        q_ring = self.ring(smem, sQ, 1, c.warpgroups if c.o_place(spec) == "q" else consumers)
+        q_ring = self.ring(smem, sQ, c.q_stages, c.warpgroups if c.o_place(spec) == "q" else consumers)
         k_ring, v_ring = (self.ring(smem, sX, c.stages, consumers) for sX in (sK, sV))
         stored = self.ring(smem, sQ, 1, c.warpgroups)
         scheduler = self.scheduler(smem, order, tickets, consumers)
@@ -230,15 +232,20 @@ class Forward:
                 scheduler.lead(producer.blocks, producer.run)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            wg, thread = role - 1, thread % 128
+            wg = role - 1
             softmax = self.softmax(scales, scale_log2)
-            attention = self.attention(qk, pv, sQ[None, None, wg], sK, sV, k_ring, v_ring, softmax, wg)
+            # NOTE: by an address read anew. With the one that is there the kernels of head dim 256 spill it.
+            distance = shared_here() - sQ.iterator.toint()
+            plain_q, plain_k = plain(sQ, distance), plain(sK, distance)
+            attention = self.attention(qk, pv, sK, sV, plain_k, k_ring, v_ring, softmax, wg)
+            queries = self.queries(qk, sQ, plain_q, q_ring, wg)
             place, own = self.o_place(sQ, sO, sV, O, q_ring, v_ring, stored, wg)
             output = OutputTile(O, own, place, O_BARRIER + wg, spec.head_dim_v)
             attention.turns.start()
             consumer = Consumer(
-                attention, self.schedule(), output, q_ring, mLSE, v_channel, head_map, seqlen, wg, thread, spec, c
-            )
+                attention, queries, self.schedule(), output, q_ring, mLSE, v_channel, head_map, seqlen,
+                wg, spec, c,
+            )  # fmt: skip
             scheduler.follow(consumer.blocks, consumer.run)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -266,12 +273,12 @@ class Forward:
             return Softmax.create(scale_log2)
         return BlockScaledSoftmax.create(scales, scale_log2, self.config.tile_n)
 
-    def schedule(self) -> Overlapped | Halved | InTurn:
+    def schedule(self) -> Overlapped | Optimistic | Halved | InTurn:
         c = self.config
         if not c.overlap:
             return InTurn()
         if not self.spec.is_fp8:
-            return Overlapped()
+            return Optimistic() if c.optimistic else Overlapped()
         if c.alternate:
             return Alternating()
         return Prefetching() if c.prefetch else Halved()
@@ -282,18 +289,29 @@ class Forward:
             return (Promoted if c.overlap else PromotedAtOnce).create(pv, c.chunk or self.spec.head_dim_v)
         return UnderQK() if c.rescale_early else AmongExponentials()
 
-    def attention(self, qk, pv, sQ, sK, sV, k_ring, v_ring, softmax, wg) -> Attention:
+    def settle(self, fragment: cute.Tensor) -> cute.Tensor:
+        return settled(fragment) if self.spec.is_fp8 else fragment
+
+    def queries(self, qk, sQ, plain_q, q_ring, wg) -> Queries | OneQuery:
+        qk_wg, c = qk.get_slice(0), self.config
+        if c.q_stages > 1:
+            return Queries(qk.make_fragment_A(qk_wg.partition_A(sQ)), plain_q, q_ring, c.warpgroups, wg)
+        rQ = self.settle(qk.make_fragment_A(qk_wg.partition_A(sQ[None, None, wg])))
+        return OneQuery(rQ, plain_q[None, None, wg])
+
+    def attention(self, qk, pv, sK, sV, plain_k, k_ring, v_ring, softmax, wg) -> Attention:
         c, columns = self.config, self.config.chunk or self.spec.head_dim_v
         qk_wg, pv_wg = qk.get_slice(0), pv.get_slice(0)
         tiler = (columns, c.tile_n, c.stages)
         chunks = [cute.local_tile(sV, tiler, (n, 0, 0)) for n in range(self.spec.head_dim_v // columns)]
-        settle = settled if self.spec.is_fp8 else lambda fragment: fragment
         return Attention(
             qk,
             pv,
-            rQ=settle(qk.make_fragment_A(qk_wg.partition_A(sQ))),
-            rK=settle(qk.make_fragment_B(qk_wg.partition_B(sK))),
-            rV=tuple(settle(pv.make_fragment_B(pv_wg.partition_B(chunk))) for chunk in chunks),
+            rQ=None,
+            sQ=None,
+            rK=self.settle(qk.make_fragment_B(qk_wg.partition_B(sK))),
+            sK=plain_k,
+            rV=tuple(self.settle(pv.make_fragment_B(pv_wg.partition_B(chunk))) for chunk in chunks),
             rP=cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), self.dtype),
             acc_O=cute.make_rmem_tensor(pv.partition_shape_C((64, self.spec.head_dim_v)), Float32),
             k_ring=k_ring,

@@ -2,6 +2,7 @@
 
 Schedules of the same parts. `InTurn` finishes a block before the next. `Overlapped` issues QK of block i before
 PV of block i - 1, so that the softmax of block i runs under that PV (FlashAttention-3, arXiv 2407.08608, section 3.2).
+`Optimistic` is the same without the search for the largest scores.
 For FP8, where the matmuls are the shorter part, `Halved` does the same with other waits, and `Alternating` issues QK a
 block ahead.
 """
@@ -10,14 +11,39 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from ..algo.blocks import Blocks
 from ..prims.fp8 import pack_e4m3
 from ..prims.ptx import pack
 from ..prims.ring import Ring
-from ..prims.wgmma import ROWS, issue
+from ..prims.warp_mma import multiply
+from ..prims.wgmma import ROWS, issue, scale_rows, settled
+
+
+class Queries(NamedTuple):
+    """A warpgroup's Q in shared memory, where a work tile has a place of its own in the ring."""
+
+    rQ: cute.Tensor  # (mma, m, k, rows of a warpgroup in a stage, and stage)
+    sQ: cute.Tensor  # (64, head_dim, the same), as `plain` leaves it
+    ring: Ring
+    warpgroups: int
+    wg: Int32
+
+    def of_tile(self, nth: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        place = self.ring.stage(nth) * self.warpgroups + self.wg
+        return settled(self.rQ[None, None, None, place]), self.sQ[None, None, place]
+
+
+class OneQuery(NamedTuple):
+    """The same place for all work tiles."""
+
+    rQ: cute.Tensor  # (mma, m, k)
+    sQ: cute.Tensor  # (64, head_dim), as `plain` leaves it
+
+    def of_tile(self, nth: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        return self.rQ, self.sQ
 
 
 class Attention(NamedTuple):
@@ -25,8 +51,10 @@ class Attention(NamedTuple):
 
     qk: cute.TiledMma
     pv: cute.TiledMma
-    rQ: cute.Tensor  # (mma, m, k) descriptors
+    rQ: cute.Tensor | None  # (mma, m, k) descriptors, of the work tile: see Queries
+    sQ: cute.Tensor | None  # (64, head_dim), likewise; sQ and sK as `plain` leaves them
     rK: cute.Tensor  # (mma, n, k, stage)
+    sK: cute.Tensor  # (tile_n, head_dim, stage)
     rV: tuple  # of (mma, d, k, stage), one for each chunk of O's columns
     rP: cute.Tensor  # (mma, m, k) registers
     acc_O: cute.Tensor
@@ -46,6 +74,10 @@ class Attention(NamedTuple):
         acc_S = self.scores() if acc_S is None else acc_S
         issue(self.qk, acc_S, self.rQ, self.rK[None, None, None, self.k_ring.stage(i)], False)
         return acc_S
+
+    def scores_anew(self, i, acc_S: cute.Tensor):
+        """Those of this warp alone, and at once."""
+        multiply(self.sQ, self.sK[None, None, self.k_ring.stage(i)], acc_S)
 
     def issue_pv(self, i, acc: cute.Tensor, accumulate: bool, n: int = 0):
         """Of the n-th chunk of O's columns."""
@@ -177,6 +209,61 @@ class Overlapped(NamedTuple):
     def last(self, a: Attention, i: Int32):
         a.accumulation.before_pv(a)
         a.values(i)
+
+
+class Optimistic(NamedTuple):
+    """Overlapped, in 16 bit, without the maxima: the exponentials of a block without a mask begin when its scores are
+    there, against the max that its rows had before. O and the sums need no factor then.
+
+    Softmax is the same with any reference, as long as P is in range, and rows rarely outgrow the max of their first
+    block by much. A warp whose sums say that one did computes the scores anew, by itself, and takes the block's max: so
+    K is held until then.
+    """
+
+    attend = attend
+    first = Overlapped.first
+
+    @cute.jit
+    def step(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
+        a.k_ring.wait_full(i)
+        a.turns.take()
+        acc_S = a.issue_qk(i)
+        a.v_ring.wait_full(i - 1)
+        a.issue_pv(i - 1, a.acc_O, True)
+        a.turns.give()
+        warpgroup.wait_group(1)
+        sums = None
+        if cutlass.const_expr(mask is not None):
+            mask.apply(acc_S, n_block)
+            a.softmax_of(acc_S, None, False, True)
+        else:
+            sums = a.softmax.guess(acc_S)
+        warpgroup.wait_group(0)
+        a.v_ring.release(i - 1)
+        a.round_p(acc_S)
+        if cutlass.const_expr(mask is not None):
+            scale_rows(a.acc_O, a.softmax.factor)
+        else:
+            # NOTE: behind the rounding. A branch ahead of it would part the conversions from the exponentials.
+            either(a.softmax.outgrown(sums), lambda: self.anew(a, i, acc_S), lambda: a.softmax.accept(sums))
+        a.k_ring.release(i)
+
+    def anew(self, a: Attention, i: Int32, acc_S: cute.Tensor):
+        a.scores_anew(i, acc_S)
+        a.softmax_of(acc_S, None, False, False)
+        a.round_p(acc_S)
+        scale_rows(a.acc_O, a.softmax.factor)
+
+    def last(self, a: Attention, i: Int32):
+        a.values(i)
+
+
+@cute.jit
+def either(condition: Boolean, then: cutlass.Constexpr, otherwise: cutlass.Constexpr):
+    if condition:
+        then()
+    else:
+        otherwise()
 
 
 class Halved(NamedTuple):

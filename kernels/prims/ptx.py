@@ -42,3 +42,15 @@ def fma_up(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
 def here(x: Int32, *, loc=None, ip=None) -> Int32:
     """x, worked out at this place and once; what follows from it is worked out behind."""
     return Int32(asm(T.i32(), [Int32(x)], "mov.b32 $0, $1;", "=r,r", loc, ip, stays=True))
+
+
+@dsl_user_op
+def thread_here(*, loc=None, ip=None) -> Int32:
+    """The thread of the warpgroup, read at this place: no register holds it until then."""
+    return Int32(asm(T.i32(), [], "mov.u32 $0, %tid.x;", "=r", loc, ip, stays=True)) & 127
+
+
+@dsl_user_op
+def shared_here(*, loc=None, ip=None) -> Int32:
+    """Where dynamic shared memory begins, read at this place."""
+    return Int32(asm(T.i32(), [], "mov.u32 $0, __dynamic_shmem__0;", "=r", loc, ip, stays=True))
