@@ -1,7 +1,8 @@
 """What ping-pong and overlap are worth: python -m fa3 bench ablation
 
 Four kernels with the same tile, stages and registers, and only the order of the work different: neither, each alone,
-both, all looking for the largest scores of every block; and both without (Config.optimistic). They take turns on the same inputs; records go to bench/results/<gpu>/ablation.jsonl, with the Config in each.
+both, all looking for the largest scores of every block; and both without (Config.optimistic). They take turns on the
+same inputs; records go to bench/results/<gpu>/ablation.jsonl, with the Config in each.
 """
 
 import argparse
