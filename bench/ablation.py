@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m fa3 bench ablation", description=__doc__.splitlines()[0])
     add_shapes(result, SHAPES)
     result.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    result.add_argument("--rounds", type=positive, default=6)
+    result.add_argument("--rounds", type=positive, default=12)
     return result
 
 

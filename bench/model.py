@@ -39,7 +39,7 @@ SIMULATED = 2**15  # tiles that are dealt out one by one at most: more change li
 
 # What a thread issues for a key block beside what grows with scores and columns of O, from the SASS: maxima across
 # lanes; FP32 of row factors and scales; everything else (addresses, barriers, the loop) a block and a WGMMA.
-PER_BLOCK = {False: (4, 6, 46, 4), True: (8, 24, 84, 2)}  # by is_fp8
+PER_BLOCK = {"16 bit": (4, 8, 46, 4), "guessed": (0, 3, 50, 3), "fp8": (8, 24, 84, 2)}
 MASK_LIMITS = 15
 
 CHIPS = {
@@ -133,19 +133,28 @@ def clock_mhz(chip: Chip) -> float:
 
 
 def instructions(spec: Spec, config: Config) -> Instructions:
-    """A thread has two rows: tile_n / 2 scores and head_dim_v / 2 values of O."""
+    """A thread has two rows: tile_n / 2 scores and head_dim_v / 2 values of O.
+
+    Of an optimistic kernel the block is one whose guess holds: no maxima, no factors of O.
+    """
     scores, columns = config.tile_n // 2, spec.head_dim_v // 2
     chunks = spec.head_dim_v // (config.chunk or spec.head_dim_v)
     wgmma = spec.head_dim // spec.step + chunks * (config.tile_n // spec.step)
-    lanes, rows, block, each = PER_BLOCK[spec.is_fp8]
+    is_guess = config.optimistic
+    lanes, rows, block, each = PER_BLOCK["fp8" if spec.is_fp8 else "guessed" if is_guess else "16 bit"]
     return Instructions(
-        ex2=scores + 2,
+        ex2=scores + (0 if is_guess else 2),
         wgmma=wgmma,
         convert=scores / 2,
-        max=scores + lanes,
-        fp32=2 * scores + columns + rows,
+        max=0 if is_guess else scores + lanes,
+        fp32=2 * scores + (0 if is_guess else columns) + rows,
         other=block + each * wgmma,
     )
+
+
+def searching(config: Config) -> Config:
+    """What an optimistic kernel does in its first block and in masked ones."""
+    return replace(config, optimistic=False)
 
 
 def masking(config: Config) -> int:
@@ -220,8 +229,9 @@ def terms(spec: Spec, config: Config, shape: Shape, chip: Chip, mhz: float | Non
     num_tiles, blocks, masked, keys = (
         sequences * n for n in (len(one_head), *(sum(column) for column in zip(*one_head, strict=True)))
     )
+    searched = sequences * sum(max(tile.masked, 1) for tile in one_head)
     even = balance(spec, c, shape.seqlen_q, shape.seqlen_k, sequences, chip.num_sms)
-    block, groups = block_cycles(spec, c), c.warpgroups
+    block, search, groups = block_cycles(spec, c), block_cycles(spec, searching(c)), c.warpgroups
 
     def of_sms(cycles: float) -> float:
         return cycles / (chip.num_sms * mhz * even)
@@ -232,8 +242,12 @@ def terms(spec: Spec, config: Config, shape: Shape, chip: Chip, mhz: float | Non
     streamed = keys * (shape.head_dim + shape.head_dim_v) + sequences * shape.seqlen_q * shape.head_dim
     return Terms(
         tensor=of_sms(block.tensor * blocks + ahead * num_tiles),
-        exp=of_sms(block.exp * blocks),
-        issue=of_sms(block.issue * blocks + THREADS // LANES * groups * masking(c) / ISSUED * masked),
+        exp=of_sms(block.exp * (blocks - searched) + search.exp * searched),
+        issue=of_sms(
+            block.issue * (blocks - searched)
+            + search.issue * searched
+            + THREADS // LANES * groups * masking(c) / ISSUED * masked
+        ),
         shared=of_sms(block.shared * blocks + q_and_o / SHARED_BYTES * num_tiles),
         l2=element * streamed / (L2_BYTES * mhz),
         dram=dram_bytes(spec, shape) / chip.bandwidth / 1e6,

@@ -97,9 +97,11 @@ def _chip_of(q: Tensor) -> tuple[Chip, str]:
 
 def _schedule(config: Config) -> str:
     order = "overlap of softmax and GEMMs" if config.overlap else "no overlap"
+    order += ", optimistic softmax" * config.optimistic
     turns = "ping-pong" if config.pingpong else "no ping-pong"
     ctas = "dynamic" if config.dynamic else "persistent" if config.persistent else "one CTA a tile"
-    return f"1 producer and {config.warpgroups} consumer warpgroups, {order}, {turns}, {ctas}"
+    places = ", two places for Q" * (config.q_stages > 1)
+    return f"1 producer and {config.warpgroups} consumer warpgroups, {order}, {turns}, {ctas}{places}"
 
 
 def _copies(**tensors: Tensor) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ CASES = (
     Case("bfloat16", 11, 300, 300, 6, 4, 128, 128, True),  # persistent grids: each CTA takes several tiles
     Case("float16", 4, 200, 130, 6, 4, 256, 256, False),
     Case("bfloat16", 4, 130, 130, 70, 1, 256, 256, True),  # a dynamic grid
+    Case("float16", 3, 390, 700, 5, 4, 64, 64, False, scale=4.0),  # scores beyond the max of the blocks before
+    Case("bfloat16", 3, 300, 500, 5, 4, 128, 128, True, scale=4.0),
 )
 FP8_CASES = (  # quantised and attended to
     Case("bfloat16", 1, 300, 129, 2, 2, 128, 128, True, layout="padded"),  # queries without a key
@@ -39,8 +41,8 @@ def main() -> None:
         print("ok", case, flush=True)
     for case in CASES:
         x = make(case, "cpu")
-        out, lse = flash_attn_func(*on_gpu(x), causal=case.causal, return_lse=True)
-        want = expected(*x, None, case.causal)
+        out, lse = flash_attn_func(*on_gpu(x), softmax_scale=case.scale, causal=case.causal, return_lse=True)
+        want = expected(*x, case.scale, case.causal)
         want.assert_out(out.cpu(), str(case))
         want.assert_lse(lse.cpu(), str(case))
         print("ok", case, flush=True)

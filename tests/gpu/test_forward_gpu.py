@@ -172,6 +172,19 @@ def test_a_thousand_repeats_are_bitwise_equal(case):
     assert differing.item() == 0
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_that_grow_from_block_to_block(dtype, head_dim, causal):
+    """Keys are taken from right to left, and the scores of each block are far above those before. The CTAs take several
+    tiles.
+    """
+    for seqlen_q, seqlen_k in ((390, 900), (1100, 1300)):
+        q, k, v = make(Case(dtype, 9, seqlen_q, seqlen_k, 4, 8, head_dim, head_dim), DEVICE)
+        k *= torch.linspace(30, 0.1, seqlen_k, device=DEVICE, dtype=k.dtype)[:, None, None]
+        verify(Inputs(q, k, v), None, causal)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rmse_by_the_papers_protocol(dtype):
     x = make(Case(dtype, 2, 4096, 4096, 8, 1, 128, 128, values="outliers"), DEVICE)
