@@ -59,9 +59,11 @@ def view(placed: Tensor, t: torch.Tensor, sizes: int, strides: int) -> np.ndarra
     return np.concatenate([*raw, np.array(t.stride()[:strides], np.int64).view(np.uint8)])
 
 
-def forward(spec, config, q, k, v, scale, *, num_sms=4, scales=None, v_channel=None, seed=None, edit=lambda ptx: ptx):
+def forward(
+    spec, config, q, k, v, scale, *, num_sms=4, scales=None, v_channel=None, seed=None, edit=lambda ptx: ptx, trace=None
+):  # fmt: skip
     """out, lse of the kernel. v as the kernel takes it; scales (q_scale, kv, v_max, q_rows) of FP8; edit changes the
-    kernel before it runs; seed draws the order of its warps.
+    kernel before it runs; seed draws the order of its warps; trace takes what it did.
     """
     memory = Memory()
     batch, seqlen_q, heads, _ = q.shape
@@ -84,7 +86,7 @@ def forward(spec, config, q, k, v, scale, *, num_sms=4, scales=None, v_channel=N
     ptx = ptx_of(spec, config)
     for size, raw in zip(param_sizes(ptx), params, strict=True):
         assert size == len(raw) or raw is BLANK
-    cta = Cta(parse(edit(ptx)), params, maps, memory.tensors, config.threads)
+    cta = Cta(parse(edit(ptx)), params, maps, memory.tensors, config.threads, trace)
     ctas = min(tiles, num_sms) if config.persistent else tiles
     for number in range(ctas):
         cta.run(number, ctas, seed)

@@ -4,25 +4,27 @@ One CTA at a time. Warps take turns, each until it has to wait; the 32 lanes of 
 asynchronous on the chip is late here: a WGMMA reads its operands and writes its accumulator when a wait_group asks for
 it, a TMA load lands after its warp has stopped, so that a missing wait gives wrong numbers. Global accesses are checked
 against the ends of their tensors, a TMA store must not begin at a negative coordinate, and warps that all wait for ever
-are an error. Approximate instructions are exact here, sums of WGMMA are FP32 without the chip's truncation.
+are an error. Approximate instructions are exact here, sums of the tensor core are FP32 without its truncation.
 """
 
 import numpy as np
 
-from tests.ptx_program import Barrier, Named, Tensor, TensorMap, swizzled
+from tests.ptx_program import SHARED_BEGIN, SHARED_END, Barrier, Named, Tensor, TensorMap, Trace, swizzled
 from tests.ptx_warp import Warp
-
-SHARED = 232448
 
 
 class Cta:
     """Runs one CTA of a grid."""
 
-    def __init__(self, program, params: list[np.ndarray], maps: dict[int, TensorMap], tensors: list[Tensor], threads):
+    def __init__(
+        self, program, params: list[np.ndarray], maps: dict[int, TensorMap], tensors: list[Tensor], threads: int,
+        trace: Trace | None = None,
+    ):  # fmt: skip
         self.code, self.labels = program
         self.params, self.tensors = params, tensors
         self.maps = {self.map_address(number): tensor_map for number, tensor_map in maps.items()}
         self.threads = threads
+        self.trace = trace or Trace()
 
     @staticmethod
     def map_address(number: int) -> int:
@@ -31,7 +33,7 @@ class Cta:
     def bytes(self, address: int, size: int, memory: np.ndarray | None) -> np.ndarray:
         assert address % size == 0, f"misaligned access of {size} bytes at {address:#x}"
         if memory is not None:
-            assert 0 <= address <= len(memory) - size, f"{address:#x} is outside the shared memory"
+            assert SHARED_BEGIN <= address <= len(memory) - size, f"{address:#x} is outside the shared memory"
             return memory[address : address + size]
         for tensor in self.tensors:
             if tensor.address <= address <= tensor.address + len(tensor.data) - size:
@@ -62,24 +64,30 @@ class Cta:
                     self.shared[cells] = m.tensor.data[place : place + size]
         return height * m.span
 
+    def draws(self) -> bool:
+        """Half of the times, where the order is drawn."""
+        return self.draw is not None and self.draw.random() < 0.5
+
     def run(self, number: int, ctas: int, seed: int | None = None) -> None:
-        """CTA `number` of `ctas`. seed: warps take turns, and TMA loads land, in an order drawn from it."""
+        """CTA `number` of `ctas`. seed: warps take turns, stop behind arrivals, and TMA loads land, in an order drawn
+        from it.
+        """
         self.number, self.ctas = number, ctas
-        self.shared = np.full(SHARED, 0xFF, np.uint8)  # NaN
+        self.shared = np.full(SHARED_END, 0xFF, np.uint8)  # NaN
         self.barriers: dict[int, Barrier] = {}
         self.named: dict[int, Named] = {}
         self.late: list = []
         self.warps = [Warp(self, i) for i in range(self.threads // 32)]
-        draw = None if seed is None else np.random.default_rng((seed, number))
+        self.draw = None if seed is None else np.random.default_rng((seed, number))
         running = list(self.warps)
         with np.errstate(all="ignore"):
             while running:
-                if draw is not None:
-                    draw.shuffle(running)
+                if self.draw is not None:
+                    self.draw.shuffle(running)
                 before = [warp.steps for warp in running]
                 left = [warp for warp in running if not warp.run()]
                 stuck = before == [warp.steps for warp in left]
-                landing = [load for load in self.late if stuck or draw is None or draw.random() < 0.5]
+                landing = [load for load in self.late if stuck or self.draw is None or self.draws()]
                 assert landing or not stuck, "all warps wait for ever"
                 self.late = [load for load in self.late if not any(load is other for other in landing)]
                 for tensor_map, first, shared, barrier in landing:

@@ -1,9 +1,12 @@
 """What the PTX machine works on: a program, memory, TMA descriptors, barriers."""
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
+
+SHARED_BEGIN, SHARED_END = 1024, 1024 + 232448  # addresses of dynamic shared memory
 
 
 @dataclass
@@ -62,6 +65,14 @@ class Named:
             self.arrived, self.generation = 0, self.generation + 1
 
 
+@dataclass
+class Trace:
+    """What a kernel did, all CTAs together."""
+
+    executed: Counter[str] = field(default_factory=Counter)  # instructions of a warp, by their first word
+    loaded: np.ndarray = field(default_factory=lambda: np.zeros(SHARED_END, bool))  # shared memory that ld.shared read
+
+
 class Blocked(Exception):
     """The warp has to try again."""
 
@@ -72,6 +83,7 @@ def parse(ptx: str) -> tuple[list, dict[str, int]]:
     text = re.sub(r"kernel_cutlass\w*_param_(\d+)", r"PARAM\1", text[text.index("{") + 1 :])
     code: list = []
     labels: dict[str, int] = {}
+    named = Counter(re.findall(r"%\w+", text))
     lines = iter(text.splitlines())
     for raw in lines:
         line = raw.strip()
@@ -87,10 +99,27 @@ def parse(ptx: str) -> tuple[list, dict[str, int]]:
                 line += " " + next(lines).strip()
             code.append(block(line))
             continue
+        while ";" not in line:
+            line += " " + next(lines).strip()
         match = re.match(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*);", line)
         assert match, line
         code.append((match[3], split(match[4]), match[2], match[1] == "!"))
+        if len(code) > 1 and len(code) - 1 not in labels.values() and (one := contracted(*code[-2:], named)):
+            code[-2:] = [one]
     return code, labels
+
+
+def contracted(first: tuple, second: tuple, named: Counter[str]) -> tuple | None:
+    """A product and the sum after it that alone takes it: one instruction that rounds once, as ptxas makes of them."""
+    if first[0] != "mul.f32" or second[0] not in ("add.f32", "sub.f32") or first[2:] != second[2:]:
+        return None
+    product, x, y = first[1]
+    result, a, b = second[1]
+    if named[product] != 2 or product not in (a, b):
+        return None
+    if second[0] == "sub.f32":
+        x, b = (x, f"-{b}") if product == a else (f"-{x}", b)
+    return "fma.rn.f32", [result, x, y, b if product == a else a], *second[2:]
 
 
 def split(operands: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.ptx_program import Barrier, Blocked, Named, split, swizzled
+from tests.ptx_program import SHARED_BEGIN, Barrier, Blocked, Named, split, swizzled
 
 LANES = np.arange(32)
 SWIZZLE_SPAN = {1: 128, 2: 64, 3: 32}  # of a descriptor's mode: bytes
@@ -83,12 +83,15 @@ class Warp:
             try:
                 if mask.any():
                     self.step(opcode, operands, mask)
+                    self.cta.trace.executed[opcode.partition(".")[0]] += 1
             except Blocked:
                 return False
             except Exception as error:
                 raise RuntimeError(f"warp {self.index}, instruction {at}: {opcode} {operands}") from error
             self.pc[active] = at + 1
             self.steps += 1
+            if opcode.startswith("mbarrier.arrive") and self.cta.draws():
+                return False
 
     # operands
 
@@ -105,13 +108,18 @@ class Warp:
         if x == "%nctaid.x":
             return np.full(32, self.cta.ctas, np.uint32)
         if x == "__dynamic_shmem__0":
-            return np.zeros(32, np.uint32)
+            return np.full(32, SHARED_BEGIN, np.uint32)
         if x.startswith("PARAM"):
             return np.full(32, self.cta.map_address(int(x[5:])), np.uint64)
         if x.startswith("0f"):
             return np.full(32, int(x[2:], 16), np.uint32)
         number = int(x, 0)
         return np.full(32, number % 2**64, np.uint64) if wide else np.full(32, number % 2**32, np.uint32)
+
+    def real(self, x: str) -> np.ndarray:
+        """A float, in double precision. There may be a minus before it: see ptx_program.contracted."""
+        value = floats(self.value(x.removeprefix("-"))).astype(np.float64)
+        return -value if x.startswith("-") else value
 
     def put(self, x: str, value: np.ndarray, mask: np.ndarray) -> None:
         old = self.registers.get(x)
@@ -216,7 +224,7 @@ class Warp:
         self.put(a[0], shifted.view(x.dtype), mask)
 
     def op_fma(self, a, rest, kind, mask):
-        x, y, z = (floats(self.value(i)).astype(np.float64) for i in a[1:])
+        x, y, z = (self.real(i) for i in a[1:])
         exact = x * y + z
         result = exact.astype(np.float32)
         if rest[0] == "rp":
@@ -264,7 +272,9 @@ class Warp:
             self.put(a[0], (high << 16) | low, mask)
             return
         x, target = self.value(a[1], kind), rest[-2]
-        if kind == "s32" and target == "f32":
+        if kind == "f32":
+            self.put(a[0], {"bf16": bf16, "f16": f16}[target](floats(x)), mask)
+        elif kind == "s32" and target == "f32":
             self.put(a[0], bits(signed(x).astype(np.float32)), mask)
         elif target.endswith("64"):
             self.put(a[0], signed(x).astype(np.int64).view(np.uint64) if kind[0] == "s" else x.astype(np.uint64), mask)
@@ -284,6 +294,10 @@ class Warp:
         value, b = self.value(a[1]), self.value(a[2]).astype(np.int64)
         source = LANES ^ b if rest[1] == "bfly" else b
         self.put(a[0].split("|")[0], value[source & 31], mask)
+
+    def op_vote(self, a, rest, kind, mask):
+        assert rest[:2] == ["sync", "any"] and mask.all()
+        self.put(a[0], np.full(32, self.registers[a[1]].any()), mask)
 
     def op_E4M3(self, a, rest, kind, mask):
         word = np.zeros(32, np.uint32)
@@ -308,9 +322,11 @@ class Warp:
         for i, name in enumerate(names):
             words = np.zeros(32, np.uint64 if width == 8 else np.uint32)
             for lane in np.flatnonzero(mask):
-                memory = self.cta.shared if rest[0] == "shared" else None
-                raw = self.cta.bytes(int(addresses[lane]) + i * width, width, memory)
+                first = int(addresses[lane]) + i * width
+                raw = self.cta.bytes(first, width, self.cta.shared if rest[0] == "shared" else None)
                 words[lane] = int.from_bytes(raw.tobytes(), "little")
+                if rest[0] == "shared":
+                    self.cta.trace.loaded[first : first + width] = True
             self.put(name, words, mask)
 
     def op_st(self, a, rest, kind, mask):
@@ -420,6 +436,16 @@ class Warp:
             part = D[LANES // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (LANES % 4) + i % 2]
             old = floats(self.registers[x]) if accumulate else np.float32(0)
             self.registers[x] = bits(part + old)
+
+    def op_mma(self, a, rest, kind, mask):
+        """m16n8k16: D = A B + C, of this warp alone and at once. Columns of B lie as rows of A do."""
+        assert rest[:5] == ["sync", "aligned", "m16n8k16", "row", "col"] and mask.all()
+        d, *abc = (split(x[1:-1]) for x in a)
+        words_a, words_b, c = (np.stack([self.value(x) for x in names], 1) for names in abc)  # (lane, register)
+        D = self.fragment(words_a, rest[6]) @ self.fragment(words_b[:, [0, 0, 1, 1]], rest[7])[:8].T
+        for i, x in enumerate(d):
+            part = D[LANES // 4 + 8 * (i // 2), 2 * (LANES % 4) + i % 2]
+            self.put(x, bits(part + floats(c[:, i].copy())), mask)
 
     def fragment(self, words: np.ndarray, kind: str) -> np.ndarray:
         """A's registers as 16 rows."""

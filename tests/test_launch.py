@@ -41,7 +41,7 @@ def test_what_the_kernel_is_called_with(recorder):
 
 
 def test_a_dynamic_grid_gets_a_counter_of_its_own_in_every_call(recorder):
-    q, k, v = make(Case(batch=1, seqlen_q=384, seqlen_k=8, heads_kv=264, head_dim=64, head_dim_v=64), "cpu")
+    q, k, v = make(Case(batch=1, seqlen_q=384, seqlen_k=1100, heads_kv=264, head_dim=64, head_dim_v=64), "cpu")
     for _ in range(2):
         launch.forward(q, k, v, None, False)
     ((_, config),) = recorder.loaded
