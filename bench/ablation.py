@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def variants(config) -> dict:
-    """The same Config under every setting of the two switches."""
+    """The same Config under every setting of the switches."""
     return {name: replace(config, overlap=o, pingpong=p, optimistic=x) for name, (o, p, x) in SWITCHES.items()}
 
 

@@ -25,8 +25,8 @@ from fa3.kernels.forward.config import SHARED_BYTES, Config, Spec
 SUITE = "sweep"
 SHAPES = ("hd128-4k-full", "hd128-4k-causal", "hd128-16k-full", "hd128-16k-causal")
 SWITCHES = tuple(field for field in dataclasses.fields(Config) if field.type in (bool, "bool"))
-BOTH_WAYS = ("pingpong", "persistent")  # tried on and off unless told otherwise; the others stand at their default,
-ON = ("optimistic",)  # or at what every 16-bit kernel takes
+# What is tried unless told otherwise; of a switch that is not here its default. optimistic: on, as every row takes it.
+TRIED = {"pingpong": ["on", "off"], "persistent": ["on", "off"], "optimistic": ["on"]}
 OTHER_REGISTERS = 24  # addresses, row state, loop: about what the kernels need beside the fragments
 
 
@@ -41,9 +41,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--stages", nargs="+", type=positive, default=[2])
     result.add_argument("--q-stages", nargs="+", type=positive, default=[1])
     for switch in SWITCHES:
-        default = (
-            ["on", "off"] if switch.name in BOTH_WAYS else ["on" if switch.default or switch.name in ON else "off"]
-        )
+        default = TRIED.get(switch.name, ["on" if switch.default else "off"])
         result.add_argument(f"--{switch.name.replace('_', '-')}", nargs="+", choices=("on", "off"), default=default)
     result.add_argument("--top", type=positive, default=8, help="lines printed for a shape")
     result.add_argument("--rounds", type=positive, default=3)

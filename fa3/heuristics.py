@@ -77,7 +77,7 @@ ROWS: dict[tuple[int, int], Row] = {
 # How P V of an FP8 kernel is summed. accurate: every key block's in FP32. fast: the fastest; without promotion all in
 # the tensor core's accumulator of about 14 bits, whose error grows with the number of keys. Measured at 16K; head dims
 # 96 and (192, 128) at 4K, head dim 192 not at all. Two places for Q: measured at head dims 64 and 128.
-AHEAD = {"pingpong": False, "prefetch": True}
+AHEAD = {**FREE, "prefetch": True}
 # With (192, 128), where alternating is 1 % faster, a causal kernel of one tile spills.
 HALVED = Row(Config(2, 128, promotion=1, **FREE))
 ALTERNATING = Row(Config(2, 128, 3, promotion=1, alternate=True, **FREE), fixed_full=1024, two_q=4096)
