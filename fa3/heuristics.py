@@ -32,6 +32,13 @@ class Row:
     small: "Row | None" = None  # a smaller tile, for where this one computes more padding
     small_to: int = 0  # up to this many keys it is taken whatever the padding
 
+    def sizes(self) -> Iterator["Row"]:
+        """This one and the smaller ones."""
+        size: Row | None = self
+        while size is not None:
+            yield size
+            size = size.small
+
     def schedules(self, seqlen_k: int, causal: bool) -> tuple[Config, Config, Config]:
         """One tile a CTA, persistent by the fixed rule, dynamic."""
         persistent = replace(self.config, persistent=True, q_stages=2 if seqlen_k <= self.two_q else 1)
@@ -51,12 +58,19 @@ class Row:
 
 OPTIMISTIC, FREE = {"optimistic": True}, {"pingpong": False}
 ROWS: dict[tuple[int, int], Row] = {
-    # 3 warpgroups keep the exponentials busier (+12 % at 4K and above); 192 rows do not divide 512 or 1024.
+    # 3 warpgroups keep the exponentials busier (+12 % at 4K and above); 192 rows do not divide 512 or 1024. 112 keys for
+    # lengths that end early in a block of 128, all of them below 800: 197 (ViT) is 2 blocks of either.
     (64, 64): Row(
         Config(3, 128, 3, **OPTIMISTIC),
         fixed_full=1024,
         two_q=ALWAYS,
-        small=Row(Config(2, 128, **OPTIMISTIC), fixed_full=1024, fixed_causal=1024, two_q=ALWAYS),
+        small=Row(
+            Config(2, 128, **OPTIMISTIC),
+            fixed_full=1024,
+            fixed_causal=1024,
+            two_q=ALWAYS,
+            small=Row(Config(2, 112, **OPTIMISTIC), fixed_full=ALWAYS, fixed_causal=ALWAYS, two_q=ALWAYS),
+        ),
     ),
     # +5 % over 2 warpgroups at 4K; with 112 keys +1 % more, which divide fewer lengths.
     (96, 96): Row(Config(3, 96, **OPTIMISTIC), two_q=ALWAYS, small=Row(Config(2, 128, **OPTIMISTIC), two_q=ALWAYS)),
@@ -125,7 +139,7 @@ def config_for(
     """The Config for a problem of these sizes on a chip with num_sms multiprocessors. accumulation: of FP8."""
     rows = FP8_ROWS[accumulation] if spec.is_fp8 else ROWS
     row = rows[spec.head_dim, spec.head_dim_v]
-    if row.small is not None and (
+    while row.small is not None and (
         seqlen_k <= row.small_to or _padding(row.config, row.small.config, seqlen_q, seqlen_k) > PADDING[spec.causal]
     ):
         row = row.small
@@ -150,8 +164,8 @@ def all_configs() -> Iterator[tuple[Spec, Config]]:
         for tile, row in rows.items():
             for causal in (False, True):
                 spec = Spec(dtype, *tile, causal, dtype_o)
-                for size in (row, row.small):
-                    found |= dict.fromkeys((spec, c) for c in (size.all_schedules(causal) if size else ()))
+                for size in row.sizes():
+                    found |= dict.fromkeys((spec, c) for c in size.all_schedules(causal))
     yield from found
 
 
