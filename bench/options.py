@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bench.machine import add_arguments, keep_apart
 from bench.measure import Pace, deadline
-from bench.shapes import NAMED, Shape, select_or_exit
+from bench.shapes import GROUPS, NAMED, Shape, select_or_exit
 from fa3.cli import positive
 
 QUICK = Pace(rounds=2, seconds=0.02, rest=0.01)
@@ -16,7 +16,7 @@ def add_shapes(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
     """Which shapes, and for how long."""
     parser.add_argument(
         "--shapes", nargs="+", metavar="NAME",
-        help=f"grid, models, or: {', '.join(NAMED)}; starts of names do (default: {' '.join(default)})",
+        help=f"a group ({', '.join(GROUPS)}) or: {', '.join(NAMED)}; starts of names do (default: {' '.join(default)})",
     )  # fmt: skip
     parser.add_argument("--budget-seconds", type=float, help="begin no shape that would end later than this")
     parser.set_defaults(shapes_by_default=tuple(default))

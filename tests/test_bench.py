@@ -17,7 +17,7 @@ from bench import ablation, forward, host, measure, options, peers, records, rep
 from bench.check import LIMIT, Check, parts
 from bench.machine import NoDevice, open_machine
 from bench.measure import Contender, Outcome, Pace
-from bench.shapes import GRID, MODELS, NAMED, Shape, select
+from bench.shapes import NAMED, Shape, select
 from fa3.kernels.forward.config import Config, Spec
 from fa3.reference import attention
 from fa3.testing import timing
@@ -38,60 +38,6 @@ TINY = NAMED["tiny"]
 
 def square(**changes):
     return dataclasses.replace(Shape("x", 2, 8, 8, 4, 2, 64, 64, False), **changes)
-
-
-# Shapes and FLOPs
-
-
-def test_the_grid_is_24_points_of_the_same_size():
-    assert len(GRID) == len({s.name for s in GRID}) == 24
-    assert {s.batch * s.seqlen_q for s in GRID} == {16384}
-    assert {s.heads * s.head_dim for s in GRID} == {2048}
-    points = {(s.head_dim, s.causal, s.seqlen_q) for s in GRID}
-    assert points == {(d, c, n) for d in (64, 128, 256) for c in (False, True) for n in (512, 1024, 4096, 16384)}
-
-
-@pytest.mark.parametrize(
-    "name, flops",
-    [
-        ("hd128-16k-full", 2_199_023_255_552),  # 4 * 16 * 16384^2 * 128
-        ("hd128-16k-causal", 1_099_511_627_776),
-        ("hd64-512-full", 68_719_476_736),  # 4 * 32 * 32 * 512^2 * 64
-        ("deepseek-v3-4k", 687_194_767_360),  # 2 * 128 * 4096^2 * (192 + 128) / 2
-    ],
-)
-def test_flops_of_known_shapes(name, flops):
-    assert NAMED[name].flops == flops
-
-
-@pytest.mark.parametrize("seqlen_q, seqlen_k", [(3, 5), (5, 3), (1, 7), (7, 1), (4, 9)])
-def test_causal_flops_count_the_visible_pairs_exactly(seqlen_q, seqlen_k):
-    pairs = sum(j <= i + seqlen_k - seqlen_q for i in range(seqlen_q) for j in range(seqlen_k))
-    shape = square(seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=True)
-    assert shape.flops == 2 * 2 * 4 * (64 + 64) * pairs
-
-
-def test_bytes_count_each_tensor_once():
-    assert NAMED["hd128-4k-full"].bytes() == 4 * 16384 * 2048 * 2
-    assert square().bytes() == 2 * (2 * 8 * 4 * 128 + 2 * 8 * 2 * 128)
-
-
-def test_shapes_are_chosen_by_name_group_or_start():
-    assert select(["grid"]) == GRID and select(["models"]) == MODELS
-    assert [s.name for s in select(["hd128-16k", "tiny", "hd128-16k-full"])] == [
-        "hd128-16k-full",
-        "hd128-16k-causal",
-        "tiny",
-    ]
-    with pytest.raises(ValueError, match="no shape named 'hd12'"):
-        select(["hd12"])
-
-
-@pytest.mark.parametrize("shape", NAMED.values(), ids=lambda s: s.name)
-def test_every_named_shape_is_one_that_the_kernel_takes(shape):
-    assert shape.heads % shape.heads_kv == 0
-    assert shape.head_dim % 8 == shape.head_dim_v % 8 == 0
-    assert max(shape.head_dim, shape.head_dim_v) <= 256
 
 
 # Records
