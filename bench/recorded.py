@@ -192,6 +192,18 @@ def newest(
     raise NotWhole(f"no commit has all {len(shapes)} shapes with {', '.join([*names, *beside])} in {dtype}")
 
 
+def one_run(records: Sequence[Record], shapes: Sequence[Shape], dtype: str, names: Sequence[str]) -> list[Point]:
+    """The newest points of all shapes that were measured one after the other: what ratios between shapes are made of.
+    Raises NotWhole where there was no such run.
+    """
+    made = [point for point in points(records, dtype) if point.by_name.keys() >= set(names)]
+    for end in range(len(made), len(shapes) - 1, -1):
+        run = made[end - len(shapes) : end]
+        if [sizes(p.shape) for p in run] == [*map(sizes, shapes)] and len({point.commit for point in run}) == 1:
+            return run
+    raise NotWhole(f"no run has all {len(shapes)} shapes one after the other with {', '.join(names)} in {dtype}")
+
+
 class Records:
     """What is shown of one GPU, each part read when it is asked for. Raises NotRecorded where there is none.
 
@@ -226,6 +238,10 @@ class Records:
     def group(self, name: str) -> list[Point]:
         """Of BF16 forward, a group of shapes."""
         return newest(self.suite("forward"), GROUPS[name], "bfloat16", ("ours",), PEERS)
+
+    def pairs(self, name: str) -> list[Point]:
+        """Of BF16 forward, a group whose shapes are set beside one another."""
+        return one_run(self.suite("forward"), GROUPS[name], "bfloat16", ("ours",))
 
     def fp8_group(self, name: str) -> list[Point]:
         return newest(self.suite("fp8"), GROUPS[name], FP8, ("accurate",), ("fast", "bf16", "fa3"))

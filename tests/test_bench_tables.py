@@ -80,6 +80,22 @@ def test_odd_lengths_show_their_time_over_the_next_multiple(tmp_path):
     assert text.count("500, ") == 20
 
 
+def test_pairs_are_of_one_run(tmp_path):
+    """A later point of the grid, at another clock, is not what an odd length is set beside."""
+    found = keep_group(tmp_path, "odd", lambda shape: 500)
+    before = group_tables.odd(found), group_tables.must_show(found)
+    for n, shape in enumerate(GRID):
+        keep(tmp_path, "forward", "ours", shape.flops / 4e8, shape, 700 + 12 * n)
+    found = Records("h200", tmp_path)
+    assert group_tables.odd(found) == before[0]
+    of_odd = [
+        line for text in (before[1], group_tables.must_show(found)) for line in text.splitlines() if "odd" in line
+    ]
+    assert len(of_odd) == 2 and of_odd[0] == of_odd[1] and "20 of 20 | met" in of_odd[0]
+    keep(tmp_path, "forward", "ours", 1.0, GROUPS["odd"][0], 1200)  # a run that was cut short
+    assert group_tables.odd(Records("h200", tmp_path)) == before[0]
+
+
 def test_head_dims_show_their_speed_over_that_of_128(tmp_path):
     found = keep_group(tmp_path, "dims", lambda shape: 5 * shape.head_dim)
     text = group_tables.BLOCKS["dims"](found)
