@@ -9,7 +9,7 @@ import argparse
 import time
 from dataclasses import replace
 
-from bench.machine import Machine, open_machine, run_command, with_cublas
+from bench.machine import Machine, open_machine, run_command
 from bench.measure import Outcome, Pace, compile_ahead, deadline, jobs_here, measure_configs
 from bench.options import add_shapes, shapes_of
 from bench.peers import config_of, spec_of
@@ -58,7 +58,6 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     out = report.console()
     configs = {shape: variants(config_of(shape, args.dtype, machine.num_sms)) for shape in shapes}
     compile_ahead(((spec_of(s, args.dtype), c) for s, named in configs.items() for c in named.values()), jobs_here())
-    machine = with_cublas(machine)
     pace = Pace(args.rounds, deadline=deadline(began, args.budget_seconds))
     result = report.table("TFLOP/s by kernel time, speed-up over neither", "shape", "tile", *SWITCHES, text_columns=2)
     failed = False

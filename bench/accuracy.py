@@ -3,7 +3,8 @@
 paper: RMSE by the protocol of the FlashAttention-3 paper, with and without block scales and the rotation. length:
 relative error on the same E4M3 tensors at growing length. needle and flat: one key that counts, and keys that all
 count, at the longest. Everything is compared with float64, by the kernels that bench.fp8 times; every figure is a line
-in bench/results/<gpu>/accuracy.jsonl. Exit status 1 where something is not within its limit, 2 without a GPU.
+in bench/results/<gpu>/accuracy.jsonl. Exit status 1 where something is not within its limit, or with --check is worse
+than recorded; 2 without a GPU.
 """
 
 import argparse
@@ -17,8 +18,10 @@ from typing import Any
 
 from bench.machine import Machine, add_arguments, keep_apart, open_machine, run_command
 from bench.measure import deadline
+from bench.options import add_plot
 from bench.peers import FP8, fa3_fp8, fp8_kernel_of, per_head, reason
-from bench.records import append, record
+from bench.records import record
+from bench.regression import Run, add_check
 from bench.shapes import Shape
 from fa3.cli import positive
 
@@ -316,6 +319,8 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--budget-seconds", type=float, help="begin no case of a method after this")
     result.add_argument("--device", choices=tuple(SIZES), default="cuda", help="cpu: the emulation, at small sizes")
+    add_check(result)
+    add_plot(result)
     add_arguments(result)
     return result
 
@@ -331,9 +336,10 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace, machine: Machine, began: float) -> int:
     import torch
 
-    from bench import report
+    from bench import performance, report
 
     out = report.console()
+    kept = Run(SUITE, machine, args)
     sizes = SIZES[machine.device]
     sizes = replace(sizes, seeds=args.seeds or sizes.seeds, paper=tuple(args.paper or sizes.paper))
     until = deadline(began, args.budget_seconds)
@@ -342,14 +348,15 @@ def run(args: argparse.Namespace, machine: Machine, began: float) -> int:
     figures: list[Figure] = []
     problems = [f"{name} is not here: {why}" for name, why in missing.items()]
     failed = False
+    steps = [(c, m) for c in args.case for m in here if takes(c, m)]
     with torch.no_grad():
-        for case, method in ((c, m) for c in args.case for m in here if takes(c, m)):
+        for case, method in report.stepped(out, steps, lambda step: f"{step[0]} of {step[1].name}"):
             if until is not None and time.monotonic() > until:
                 problems.append(f"{case} of {method.name} was not measured: the time was up")
                 continue
             try:
                 for figure in MEASURES[case](method, sizes, machine.device):
-                    append(as_record(figure, machine), args.out)
+                    kept.add(as_record(figure, machine))
                     figures.append(figure)
             except Exception as problem:  # a peer that refuses is a line, ours a failure
                 failed = failed or method.impl != "fa3"
@@ -361,7 +368,8 @@ def run(args: argparse.Namespace, machine: Machine, began: float) -> int:
     goals = must_show(figures)
     for _, line in goals:
         out.print(line)
-    return int(failed or not all(fits for fits, _ in goals))
+    report.draw(out, args.plot, lambda: performance.of_run_accuracy(kept.records))
+    return int(not kept.holds(out) or failed or not all(fits for fits, _ in goals))
 
 
 if __name__ == "__main__":

@@ -2,27 +2,26 @@
 
 All contenders of a shape take turns on the same BF16 inputs. What is quantised once is quantised before the clock
 starts; every output is checked first, against float64 on the BF16 inputs. Every timing is a line in
-bench/results/<gpu>/fp8.jsonl. Exit status 1 if ours failed anywhere, or with --check is slower than its newest records;
-2 without a GPU.
+bench/results/<gpu>/fp8.jsonl; what must be shown (bench/goals.py) is met or missed. Exit status 1 if ours failed
+anywhere, or with --check is slower than its records; 2 without a GPU.
 """
 
 import argparse
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from bench import goals, performance
 from bench.check import Check
-from bench.machine import Machine, open_machine, run_command, with_cublas
-from bench.measure import Contender, Outcome, Pace, compile_ahead, jobs_here, make_inputs
-from bench.options import add_contenders, add_shapes, pace_of, shapes_of
+from bench.machine import Machine, open_machine, run_command
+from bench.measure import Contender, Outcome, Pace, compile_ahead, jobs_here, make_inputs, timed
+from bench.options import add_contenders, add_plot, add_shapes, pace_of, shapes_of
 from bench.peers import FP8, fa3_fp8, fp8_kernel, fp8_kernel_of, per_head, reason
-from bench.records import append
-from bench.regression import add_check, baseline, keeps, passes
+from bench.regression import Run, add_check
 from bench.shapes import Shape
-from fa3.testing.timing import compare
 
 SUITE = "fp8"
 SHAPES = ("hd64-16k", "hd128-16k", "hd256-16k")
@@ -34,16 +33,6 @@ CHECKED_ROWS = 256  # of the quantised tensors
 ROOM, PEER_ROOM = 2.0, 4.0
 CUDNN = "cudnn fp8 is left out: torch reaches cuDNN through scaled_dot_product_attention, which takes 16 bits or more"
 
-# What must be shown.
-TFLOPS = {
-    ("hd64-16k-full", "accurate"): 620, ("hd64-16k-causal", "accurate"): 580,
-    ("hd128-16k-full", "accurate"): 930, ("hd128-16k-causal", "accurate"): 850,
-    ("hd256-16k-full", "accurate"): 850, ("hd256-16k-full", "fast"): 1130,
-}  # fmt: skip
-COPY_SHARE = 0.75  # of the speed of a copy, quantising with rotation
-SPEED_UP = 1.25  # of the whole call over our BF16
-SHOWN_AT = "hd128-16k-full"  # both
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -52,12 +41,13 @@ class Entry:
     impl: str
     dtype: str
     bind: Callable[..., Callable[[], Any]]  # (q, k, v, causal) -> the call that is timed
-    kind: str  # of the check: see Checks.problem
+    kind: str  # of the check: see Checks.error
     config: Any = None
+    is_alone: bool = False  # as of a Contender
 
     @property
     def contender(self) -> Contender:
-        return Contender(self.impl, self.dtype, self.bind, self.config)
+        return Contender(self.impl, self.dtype, self.bind, self.config, self.is_alone)
 
 
 # Contenders, by column of the table: (shape, machine) -> Entry
@@ -94,7 +84,7 @@ def _call(shape: Shape, machine: Machine) -> Entry:
     def bind(q: Any, k: Any, v: Any, causal: bool) -> Callable[[], Any]:
         return partial(fa3.flash_attn_fp8_func, q, k, v, causal=causal, rotate=ROTATE)
 
-    return Entry("ours_call", FP8, bind, "fp8", config)
+    return Entry("ours_call", FP8, bind, "fp8", config, is_alone=True)  # two kernels, the second after the first
 
 
 def _quantize(shape: Shape, machine: Machine) -> Entry:
@@ -226,11 +216,9 @@ def measure(entries: Mapping[str, Entry], shape: Shape, machine: Machine, pace: 
             calls[name] = bound
         else:
             problems[name] = f"wrong: {errors[name]:.1f} times the error that is expected, {allowed:g} allowed"
-    timings = compare(
-        calls, rounds=pace.rounds, seconds=pace.seconds, rest=pace.rest, deadline=pace.deadline, device=machine.device
-    )
+    timings, cublas = timed(calls, machine, pace, alone={name for name, entry in entries.items() if entry.is_alone})
     return {
-        name: Outcome(entry.contender, shape, timings.get(name), errors[name], problems.get(name, ""))
+        name: Outcome(entry.contender, shape, timings.get(name), errors[name], problems.get(name, ""), cublas)
         for name, entry in entries.items()
     }
 
@@ -247,25 +235,6 @@ def ratio(point: Mapping[str, Outcome], above: str, below: str) -> float | None:
     """Time of one over time of the other."""
     a, b = us(point, above), us(point, below)
     return a / b if a and b else None
-
-
-def must_show(points: Iterable[Mapping[str, Outcome]]) -> list[str]:
-    """A line for each goal whose shape was measured."""
-    from bench.report import reached
-
-    by_shape = {next(iter(point.values())).shape.name: point for point in points if point}
-    lines = []
-    for (shape, name), least in TFLOPS.items():
-        if shape in by_shape:
-            time_us = us(by_shape[shape], name)
-            tflops = by_shape[shape][name].tflops if time_us else None
-            lines.append(f"{shape} {name}: {reached(tflops, least, '.0f')} TFLOP/s; at least {least}")
-    if SHOWN_AT in by_shape:
-        point = by_shape[SHOWN_AT]
-        share, speed_up = ratio(point, "copy", "quantize"), ratio(point, "bf16", "call")
-        lines.append(f"{SHOWN_AT} quantize: {reached(share, COPY_SHARE)} of the copy's speed; at least {COPY_SHARE}")
-        lines.append(f"{SHOWN_AT} call: {reached(speed_up, SPEED_UP)} times as fast as bf16; at least {SPEED_UP}")
-    return lines
 
 
 def table_of(points: list[Mapping[str, Outcome]]) -> Any:
@@ -298,7 +267,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m fa3 bench fp8", description=__doc__.splitlines()[0])
     add_shapes(result, SHAPES)
     add_contenders(result, tuple(ENTRIES))
-    add_check(result)
+    add_check(result, is_of_speed=True)
+    add_plot(result)
     return result
 
 
@@ -315,10 +285,10 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     from bench import report
 
     out = report.console()
-    recorded = baseline(machine, SUITE, args)
+    kept = Run(SUITE, machine, args)
+    shapes, refused = served(shapes)
     if machine.device == "cuda":
         _compile_ahead(shapes, args.impl, machine)
-    machine = with_cublas(machine)
     out.print(report.heading(machine.origin))
     pace = pace_of(args, began)
     points: list[Mapping[str, Outcome]] = []
@@ -326,19 +296,23 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     left: list[str] = []
     with torch.no_grad():
         for shape in report.in_turn(out, shapes, pace, left):
-            points.append(measure(_made(args.impl, shape, machine, missing), shape, machine, pace))
+            entries = _made(args, shape, machine, missing)
+            points.append(measure(entries, shape, machine, pace))
             for outcome in points[-1].values():
-                if outcome.timing and keeps(args):
-                    append(outcome.record(machine, SUITE), args.out)
+                if outcome.timing:
+                    kept.add(outcome.record(machine, SUITE))
             cells = "  ".join(f"{name} {report.speed(o)}" for name, o in points[-1].items() if name not in _BYTES)
             out.print(f"{shape.name}: {cells}  ({time.monotonic() - began:.0f} s)")
     out.print(table_of(points))
     everything = [outcome for point in points for outcome in point.values()]
+    of_run = kept.points(FP8)
     for line in (
-        *missing.values(), CUDNN, *report.problems(everything), *must_show(points), *report.not_measured(left)
+        *missing.values(), CUDNN, *refused, *report.problems(everything), *report.product(everything),
+        *goals.lines(SUITE, of_run), *report.not_measured(left),
     ):  # fmt: skip
         out.print(line)
-    holds = passes(everything, recorded, machine, SUITE, args, out)
+    report.draw(out, args.plot, lambda: performance.of_run(SUITE, {"FP8": of_run}))
+    holds = kept.holds(out)
     failed = any(point[name].timing is None for point in points for name in OURS if name in point)
     return int(not holds or failed or any(name in OURS for name in missing))
 
@@ -346,14 +320,25 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
 _BYTES = ("quantize", "copy")
 
 
-def _made(names: Iterable[str], shape: Shape, machine: Machine, missing: dict[str, str]) -> dict[str, Entry]:
+def served(shapes: tuple[Shape, ...]) -> tuple[tuple[Shape, ...], list[str]]:
+    """(those that there are FP8 kernels for, a line about the others)."""
+    from fa3.quant.listing import are_served
+
+    left = [shape for shape in shapes if not are_served((shape.head_dim, shape.head_dim_v))]
+    names = ", ".join(shape.name for shape in left)
+    lines = [f"Left out, FP8 takes head dims that are multiples of 16: {names}"] if left else []
+    return tuple(shape for shape in shapes if shape not in left), lines
+
+
+def _made(args: argparse.Namespace, shape: Shape, machine: Machine, missing: dict[str, str]) -> dict[str, Entry]:
     """The entries that can be made here; why not goes to `missing`."""
     from rich.markup import escape
 
     made = {}
-    for name in names:
+    for name in args.impl:
         try:
-            made[name] = ENTRIES[name](shape, machine)
+            entry = ENTRIES[name](shape, machine)
+            made[name] = replace(entry, is_alone=entry.is_alone or args.one_call)
         except Exception as problem:  # a peer that does not import, or ours
             missing.setdefault(name, escape(f"{name} is not here: {reason(problem)}"))
     return made

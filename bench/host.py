@@ -1,26 +1,29 @@
 """What a call costs beside the kernel: python -m fa3 bench host
 
-Host time: 300 calls at B1 S128 H4 hd128 without waiting for the GPU, for ours and the peers that are here. Memory:
-what a call takes above its inputs at growing S, beside the bytes of O and LSE. Records go to
-bench/results/<gpu>/host.jsonl: cpu_us, or extra_bytes in config.
+Host time: 300 calls at B1 S128 H4 hd128 without waiting for the GPU, for ours and the peers that are here, whose
+outputs are checked first. Memory: what a call takes above its inputs at growing S, beside the bytes of O and LSE.
+Records go to bench/results/<gpu>/host.jsonl: cpu_us, or extra_bytes in config.
 """
 
 import argparse
 from functools import partial
 from typing import Any
 
+from bench.check import Check
 from bench.machine import Machine, add_arguments, open_machine, run_command
-from bench.measure import make_inputs
-from bench.peers import PEERS, Attention, load, reason
-from bench.records import append, record
+from bench.measure import Contender, attempt, make_inputs
+from bench.peers import PEERS, Attention, around, load
+from bench.records import record
+from bench.regression import Run, add_check
 from bench.shapes import Shape
 from fa3.cli import positive
 from fa3.testing.timing import host_sample, interleave, spread
 
 SUITE = "host"
 SMALL = Shape("small", 1, 128, 128, 4, 4, 128, 128, False)
-CALLS = 300
+CALLS, WARM_UP = 300, 10
 GOAL_US = 30.0
+TOLERANCE = 0.2  # of --check: the host's clock and its other processes are in the time
 MEMORY_SEQLENS = (1024, 4096, 16384, 65536)
 MEMORY_SLACK = 64 * 1024  # bytes beyond O and LSE, at any length: the allocator rounds up
 
@@ -52,26 +55,34 @@ def extra_bytes(attention: Attention, shape: Shape, machine: Machine) -> int:
 
 
 def host_times(
-    attentions: dict[str, Attention], machine: Machine, rounds: int
+    attentions: dict[str, Attention], machine: Machine, rounds: int, out: Any
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """(samples in microseconds a call, why not)."""
+    """(samples in microseconds a call, why not): what refuses or answers wrongly is not timed."""
+    from bench import report
+
     tensors = make_inputs(SMALL, "bfloat16", machine)[0]
-    measures: dict[str, Any] = {}
-    problems: dict[str, str] = {}
-    for name, attention in attentions.items():
+    check = Check(SMALL, *tensors)
+    found = {name: attempt(Contender(name, "bfloat16", a), SMALL, tensors, check) for name, a in attentions.items()}
+    problems = {name: problem for name, (_, problem) in found.items() if problem}
+
+    def sample(attention: Attention) -> float:
         call = partial(attention, *tensors, SMALL.causal)
-        try:
-            host_sample([call], 10)
-        except Exception as error:  # a peer that refuses is a line, ours a failure
-            problems[name] = reason(error)
-        else:
-            measures[name] = partial(host_sample, [call], CALLS)
-    return interleave(measures, rounds), problems
+        with around(attention)():
+            host_sample([call], WARM_UP)
+            value = host_sample([call], CALLS)
+        bar.advance(task)
+        return value
+
+    measures = {name: partial(sample, a) for name, a in attentions.items() if name not in problems}
+    with report.progress(out) as bar:
+        task = bar.add_task("host time", total=rounds * len(measures))
+        return interleave(measures, rounds), problems
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fa3 bench host", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=positive, default=7, help=f"of {CALLS} calls each (default: 7)")
+    add_check(parser, TOLERANCE)
     add_arguments(parser)
     args = parser.parse_args(argv)
     return run(args, open_machine("cuda", args.commit))
@@ -83,41 +94,38 @@ def run(args: argparse.Namespace, machine: Machine) -> int:
     from bench import report
 
     out = report.console()
+    kept = Run(SUITE, machine, args)
     attentions, missing = load(["ours", *PEERS])
     with torch.no_grad():
-        times, problems = host_times(attentions, machine, args.rounds)
+        times, problems = host_times(attentions, machine, args.rounds, out)
         for name, why in {**missing, **problems}.items():
             out.print(f"{name}: {why}", markup=False)
         result = report.table("Host time of a call, B1 S128 H4 hd128, microseconds", "impl", "median", "least", "most")
         for name, values in times.items():
             s = spread(values)
-            append(record(machine.origin, SUITE, name, "bfloat16", SMALL, cpu_us=s.median), args.out)
+            kept.add(record(machine.origin, SUITE, name, "bfloat16", SMALL, cpu_us=s.median))
             result.add_row(name, f"{s.median:.1f}", f"{s.least:.1f}", f"{s.most:.1f}")
         out.print(result)
         if "ours" not in times:
             return 1
         ours = spread(times["ours"]).median
         out.print(f"Goal: {GOAL_US:g} us; ours {report.marked(ours, GOAL_US, '.1f')}.")
-        fits = _memory(attentions["ours"], machine, args, out)
-    return int(not fits)
+        fits = _memory(attentions["ours"], machine, kept, out)
+    return int(not kept.holds(out) or not fits)
 
 
-def _memory(attention: Attention, machine: Machine, args: argparse.Namespace, out: Any) -> bool:
+def _memory(attention: Attention, machine: Machine, kept: Run, out: Any) -> bool:
     from bench import report
 
     result = report.table(
         "Memory of a call above its inputs, B1 H16 hd128 causal, bytes", "S", "extra", "O + LSE", "beyond"
     )
     fits = True
-    for seqlen in MEMORY_SEQLENS:
+    for seqlen in report.stepped(out, MEMORY_SEQLENS, lambda seqlen: f"memory at {seqlen}"):
         shape = memory_shape(seqlen)
         extra, needed = extra_bytes(attention, shape, machine), output_bytes(shape)
-        append(
-            record(
-                machine.origin, SUITE, "ours", "bfloat16", shape, config={"extra_bytes": extra, "o_lse_bytes": needed}
-            ),
-            args.out,
-        )
+        config = {"extra_bytes": extra, "o_lse_bytes": needed}
+        kept.add(record(machine.origin, SUITE, "ours", "bfloat16", shape, config=config))
         fits = fits and extra - needed <= MEMORY_SLACK
         result.add_row(str(seqlen), f"{extra:,}", f"{needed:,}", report.marked(extra - needed, MEMORY_SLACK, ","))
     out.print(result)

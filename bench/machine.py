@@ -3,15 +3,12 @@
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.recorded import NotRecorded
 from bench.records import RESULTS, Origin, commit
-from fa3.testing.timing import Graph, spread
 
-CUBLAS_SIZE = 8192
-CUBLAS_SAMPLES = 5
 EXTRA = ("rich", "matplotlib")  # packages of the extra `bench`
 
 
@@ -41,19 +38,6 @@ def open_machine(device: str, given_commit: str | None = None) -> Machine:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     origin = Origin(properties.name, torch.__version__, commit(given_commit), facts.peak_tflops)
     return Machine("cuda", facts.num_sms, properties.L2_cache_size, origin)
-
-
-def with_cublas(machine: Machine) -> Machine:
-    """The machine with the speed of a bf16 matrix product of 8192 cubed, random numbers, by graph, beside its peak."""
-    import torch
-
-    if machine.device != "cuda":
-        return machine
-    a, b = (torch.randn(CUBLAS_SIZE, CUBLAS_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    graph = Graph([lambda: torch.matmul(a, b)], 20)
-    graph.sample()
-    us = spread([graph.sample(2) for _ in range(CUBLAS_SAMPLES)]).median
-    return replace(machine, origin=replace(machine.origin, cublas_tflops=2 * CUBLAS_SIZE**3 / us / 1e6))
 
 
 def run_command(suite: str, main: Callable[[], int]) -> None:

@@ -1,23 +1,26 @@
-"""Contenders at one shape: inputs, the check of every output, then the clock for those that passed, all interleaved."""
+"""Contenders at one shape: inputs, the check of every output, then the clock for those that passed, all interleaved; a
+matrix product takes turns with them, which says how fast the tensor cores are under the same conditions.
+"""
 
 import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 from bench.check import LIMIT, Check
 from bench.machine import Machine
-from bench.peers import Attention, kernel, reason, spec_of
+from bench.peers import Attention, around, kernel, reason, spec_of
 from bench.records import record
 from bench.shapes import Shape
-from fa3.testing.timing import Timing, compare, num_input_sets
+from fa3.testing.timing import Around, Calls, Timing, compare, num_input_sets
 
 Inputs = tuple[Any, Any, Any]  # q, k, v
+PRODUCT, PRODUCT_SIZE = "cublas", 8192
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Contender:
     dtype: str
     attention: Attention
     config: Any = None  # of ours: a Config
+    is_alone: bool = False  # one call a graph: the kernels of the next could begin under its own
 
     @property
     def label(self) -> str:
@@ -55,6 +59,7 @@ class Outcome:
     timing: Timing | None
     error: float  # largest error over PyTorch's at the same precision; NaN where there was no output
     problem: str = ""
+    cublas_tflops: float | None = None  # of the matrix product that took turns with it
 
     @property
     def us(self) -> float:
@@ -68,11 +73,11 @@ class Outcome:
     def record(self, machine: Machine, suite: str) -> dict[str, Any]:
         """Of an outcome with a timing."""
         assert self.timing is not None
-        graph = self.timing.graph
         return record(
-            machine.origin, suite, self.contender.impl, self.contender.dtype, self.shape,
-            graph_us=graph.median if graph else None, eager_us=self.timing.eager.median, cpu_us=self.timing.host.median,
-            rounds=self.timing.best_known.count, config=self.contender.config,
+            replace(machine.origin, cublas_tflops=self.cublas_tflops), suite, self.contender.impl, self.contender.dtype,
+            self.shape, graph=self.timing.graph, graph_calls=self.timing.graph_calls,
+            eager_us=self.timing.eager.median, cpu_us=self.timing.host.median, rounds=self.timing.best_known.count,
+            config=self.contender.config,
         )  # fmt: skip
 
 
@@ -102,15 +107,42 @@ def measure(contenders: Sequence[Contender], shape: Shape, machine: Machine, pac
     problems: dict[str, str] = {}
     for contender in contenders:
         label, sets = contender.label, inputs[contender.dtype]
-        errors[label], problem = _try(contender, shape, sets[0], checks[contender.dtype])
+        errors[label], problem = attempt(contender, shape, sets[0], checks[contender.dtype])
         if problem:
             problems[label] = problem
         else:
             calls[label] = [partial(contender.attention, *tensors, shape.causal) for tensors in sets]
-    timings = compare(
-        calls, rounds=pace.rounds, seconds=pace.seconds, rest=pace.rest, deadline=pace.deadline, device=machine.device
-    )
-    return [Outcome(c, shape, timings.get(c.label), errors[c.label], problems.get(c.label, "")) for c in contenders]
+    timings, cublas = timed(
+        calls, machine, pace,
+        alone={c.label for c in contenders if c.is_alone}, around={c.label: around(c.attention) for c in contenders},
+    )  # fmt: skip
+    return [
+        Outcome(c, shape, timings.get(c.label), errors[c.label], problems.get(c.label, ""), cublas) for c in contenders
+    ]
+
+
+def timed(
+    calls: Mapping[str, Calls], machine: Machine, pace: Pace, alone: Collection[str] = (),
+    around: Mapping[str, Around] | None = None,
+) -> tuple[dict[str, Timing], float | None]:  # fmt: skip
+    """(what `compare` finds, TFLOP/s of the matrix product among them; None without a GPU)."""
+    product = {PRODUCT: [matrix_product()]} if calls and machine.device == "cuda" else {}
+    found = compare(
+        {**calls, **product}, rounds=pace.rounds, seconds=pace.seconds, rest=pace.rest, deadline=pace.deadline,
+        device=machine.device, alone=alone, around=around,
+    )  # fmt: skip
+    of_product = found.pop(PRODUCT, None)
+    return found, 2 * PRODUCT_SIZE**3 / of_product.best_known.median / 1e6 if of_product else None
+
+
+@cache
+def matrix_product() -> Callable[[], Any]:
+    """A bf16 product of 8192 cubed through cuBLAS, random numbers; three times 128 MiB for the rest of the process."""
+    import torch
+
+    size = PRODUCT_SIZE, PRODUCT_SIZE
+    a, b = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return partial(torch.matmul, a, b)
 
 
 def measure_configs(configs, shape: Shape, dtype: str, machine: Machine, pace: Pace) -> list[Outcome]:
@@ -128,7 +160,7 @@ def measure_configs(configs, shape: Shape, dtype: str, machine: Machine, pace: P
     return measure(contenders, shape, machine, pace)
 
 
-def _try(contender: Contender, shape: Shape, tensors: Inputs, check: Check) -> tuple[float, str]:
+def attempt(contender: Contender, shape: Shape, tensors: Inputs, check: Check) -> tuple[float, str]:
     """(error ratio, what is wrong). An output that the contender holds on to is poisoned first."""
     held = getattr(contender.attention, "output", None)
     if held is not None:
@@ -136,7 +168,9 @@ def _try(contender: Contender, shape: Shape, tensors: Inputs, check: Check) -> t
     with warnings.catch_warnings(record=True) as said:  # PyTorch's backends say there why they refuse
         warnings.simplefilter("always")
         try:
-            error = check.ratio(contender.attention(*tensors, shape.causal))
+            with around(contender.attention)():
+                out = contender.attention(*tensors, shape.causal)
+            error = check.ratio(out)
         except Exception as problem:  # a peer that refuses, or ours: a line in the table either way
             why = next((str(w.message).split(" (Triggered")[0] for w in said if "because" in str(w.message)), "")
             return math.nan, f"{reason(problem)} {why}".strip()

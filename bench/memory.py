@@ -3,7 +3,7 @@
 What a call takes above its inputs at growing S (B1 H16 hd128, full, BF16), by the allocator's peak. The slope of
 log(memory) against log(S) is 2 where the scores lie in memory and 1 where O and LSE are all. From the fit through the
 points follows the S at which naive attention runs out of this GPU's memory; --try looks for it by running. Records go
-to bench/results/<gpu>/memory.jsonl.
+to bench/results/<gpu>/memory.jsonl. Exit status 1 where ours failed, or with --check takes more than recorded.
 """
 
 import argparse
@@ -16,8 +16,10 @@ from bench.host import extra_bytes, output_bytes
 from bench.machine import Machine, add_arguments, keep_apart, open_machine, run_command
 from bench.measure import make_inputs
 from bench.naive import naive
+from bench.options import add_plot
 from bench.peers import Attention, load, reason
-from bench.records import append, record
+from bench.records import record
+from bench.regression import Run, add_check
 from bench.shapes import Shape
 from fa3.cli import positive
 
@@ -152,6 +154,8 @@ def parser() -> argparse.ArgumentParser:
         "--try", dest="is_tried", action="store_true", help="look for naive's longest length by running"
     )
     result.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu counts the tensors of PyTorch")
+    add_check(result)
+    add_plot(result)
     add_arguments(result)
     return result
 
@@ -168,30 +172,31 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace, machine: Machine) -> int:
     import torch
 
-    from bench import report
+    from bench import performance, report
 
     out = report.console()
+    kept = Run(SUITE, machine, args)
     loaded, missing = load(["ours"])
     attentions = {"naive": naive, **loaded}
     for name, why in missing.items():
         out.print(f"{name} is not here: {why}", markup=False)
     found: dict[str, dict[int, int]] = {name: {} for name in attentions}
     with torch.no_grad():
-        for seqlen in sorted(set(args.seqlens)):
-            for name, attention in attentions.items():
-                _measure(name, attention, seqlen, machine, args, found[name], out)
+        steps = [(seqlen, name) for seqlen in sorted(set(args.seqlens)) for name in attentions]
+        for seqlen, name in report.stepped(out, steps, lambda step: f"{step[1]} at {step[0]}"):
+            _measure(name, attentions[name], seqlen, machine, kept, found[name], out)
         out.print(_table(found))
         for name, by_seqlen in found.items():
             if len(by_seqlen) > 1:
                 of = fit(list(by_seqlen.items()))
                 out.print(f"{name}: slope {of.slope:.3f}")
-                _limit(name, attentions[name], of, machine, args, out)
-    return int("ours" not in attentions or len(found["ours"]) < len(set(args.seqlens)))
+                _limit(name, attentions[name], of, machine, kept, out)
+    report.draw(out, args.plot, lambda: performance.of_run_memory(kept.records))
+    failed = "ours" not in attentions or len(found["ours"]) < len(set(args.seqlens))
+    return int(not kept.holds(out) or failed)
 
 
-def _measure(
-    name: str, attention: Attention, seqlen: int, machine: Machine, args: argparse.Namespace, found: dict, out: Any
-) -> None:
+def _measure(name: str, attention: Attention, seqlen: int, machine: Machine, kept: Run, found: dict, out: Any) -> None:
     shape = shape_of(seqlen)
     try:
         extra = measured(attention, shape, machine)
@@ -202,23 +207,23 @@ def _measure(
         out.print(f"{name} at {seqlen}: out of memory")
         return
     found[seqlen] = extra
-    _append(name, shape, MEASURED, extra, {"o_lse_bytes": output_bytes(shape)}, machine, args)
+    _add(name, shape, MEASURED, extra, {"o_lse_bytes": output_bytes(shape)}, machine, kept)
 
 
-def _limit(name: str, attention: Attention, of: Fit, machine: Machine, args: argparse.Namespace, out: Any) -> None:
+def _limit(name: str, attention: Attention, of: Fit, machine: Machine, kept: Run, out: Any) -> None:
     """The longest S by the fit, and of naive attention by trying."""
     free = free_bytes(machine)
     if free is None:
         return
     limit = fitted_limit(of, free)
     config = {"slope": round(of.slope, 4), "free_bytes": free}
-    _append(name, shape_of(limit), FITTED, round(of.bytes(limit)), config, machine, args)
+    _add(name, shape_of(limit), FITTED, round(of.bytes(limit)), config, machine, kept)
     out.print(f"{name}: {free / 2**30:.1f} GiB hold S {limit:,} by the fit")
-    if name == "naive" and args.is_tried:
-        _try(attention, limit, free, machine, args, out)
+    if name == "naive" and kept.args.is_tried:
+        _try(attention, limit, free, machine, kept, out)
 
 
-def _try(attention: Attention, near: int, free: int, machine: Machine, args: argparse.Namespace, out: Any) -> None:
+def _try(attention: Attention, near: int, free: int, machine: Machine, kept: Run, out: Any) -> None:
     """Looks for naive's longest S around one."""
 
     def runs(seqlen: int) -> bool:
@@ -231,15 +236,13 @@ def _try(attention: Attention, near: int, free: int, machine: Machine, args: arg
     longest = largest(runs, low, high, STEP)
     extra = measured(attention, shape_of(longest), machine)
     assert extra is not None
-    _append("naive", shape_of(longest), TRIED, extra, {"step": STEP, "free_bytes": free}, machine, args)
+    _add("naive", shape_of(longest), TRIED, extra, {"step": STEP, "free_bytes": free}, machine, kept)
     out.print(f"naive: S {longest:,} ran, {longest + STEP:,} did not")
 
 
-def _append(
-    name: str, shape: Shape, case: str, extra: int, config: dict, machine: Machine, args: argparse.Namespace
-) -> None:
+def _add(name: str, shape: Shape, case: str, extra: int, config: dict, machine: Machine, kept: Run) -> None:
     line = record(machine.origin, SUITE, name, "bfloat16", shape, config=config)
-    append({**line, "case": case, "extra_bytes": extra}, args.out)
+    kept.add({**line, "case": case, "extra_bytes": extra})
 
 
 def _table(found: dict[str, dict[int, int]]) -> Any:

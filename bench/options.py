@@ -3,10 +3,11 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from bench.machine import add_arguments, keep_apart
 from bench.measure import Pace, deadline
-from bench.shapes import NAMED, Shape, select_or_exit
+from bench.shapes import GROUPS, NAMED, Shape, select_or_exit
 from fa3.cli import positive
 
 QUICK = Pace(rounds=2, seconds=0.02, rest=0.01)
@@ -16,7 +17,7 @@ def add_shapes(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
     """Which shapes, and for how long."""
     parser.add_argument(
         "--shapes", nargs="+", metavar="NAME",
-        help=f"grid, models, or: {', '.join(NAMED)}; starts of names do (default: {' '.join(default)})",
+        help=f"a group ({', '.join(GROUPS)}) or: {', '.join(NAMED)}; starts of names do (default: {' '.join(default)})",
     )  # fmt: skip
     parser.add_argument("--budget-seconds", type=float, help="begin no shape that would end later than this")
     parser.set_defaults(shapes_by_default=tuple(default))
@@ -26,15 +27,22 @@ def add_shapes(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
 def add_contenders(parser: argparse.ArgumentParser, impls: Sequence[str], default: Sequence[str] = ()) -> None:
     """Who takes part, and how long a sample is."""
     parser.add_argument(
-        "--grid", action="store_true", help="the 24 points: hd 64/128/256, full/causal, S 512/1K/4K/16K"
+        "--grid", action="store_true", help="as --shapes grid: hd 64/128/256, full/causal, S 512/1K/4K/16K"
     )
     parser.add_argument("--impl", nargs="+", choices=impls, default=list(default or impls))
+    parser.add_argument(
+        "--one-call", action="store_true", help="one call a graph, of all: where the next could begin under it"
+    )
     pace = parser.add_mutually_exclusive_group()
     pace.add_argument(
         "--rounds", type=positive, help=f"samples of each (default: {Pace.rounds}; with fewer, no baseline of --check)"
     )
     pace.add_argument("--quick", action="store_true", help="two short rounds: to see that it runs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the plumbing")
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw what was measured here, as PNG")
 
 
 def shapes_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Shape, ...]:

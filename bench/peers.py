@@ -1,16 +1,17 @@
 """The implementations that are measured, each as attention(q, k, v, causal) -> out on (B, S, H, D) tensors.
 
-Each is called the way its users call it: PyTorch's through sdpa_kernel, whose cost is in the eager and host times and
-not in the kernel time.
+Each is called the way its users call it. PyTorch's runs in sdpa_kernel, which says the backend: it is entered around a
+sample (`around`), as around a model, and no call pays for it.
 """
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
 from bench.shapes import Shape
-from fa3.testing.timing import first_tensor
+from fa3.testing.timing import Around, first_tensor
 
 Attention = Callable[[Any, Any, Any, bool], Any]
 PEERS = ("cudnn", "fa2", "fa3", "fa4", "flashinfer")
@@ -34,23 +35,22 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
-def sdpa(q: Any, k: Any, v: Any, causal: bool, backend: Any) -> Any:
-    """PyTorch's scaled_dot_product_attention on one backend; its causal mask is aligned top-left, so unequal lengths
-    are refused.
+def around(attention: Attention) -> Around:
+    """What a call of it needs around it; it may stay entered for many calls."""
+    return getattr(attention, "around", nullcontext)
+
+
+def sdpa(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    """PyTorch's scaled_dot_product_attention on the backend that `around` chose; its causal mask is aligned top-left,
+    so unequal lengths are refused.
     """
     import torch
-    from torch.nn.attention import sdpa_kernel
 
     if causal and q.shape[1] != k.shape[1]:
         raise ValueError(f"SDPA aligns its causal mask top-left: Sq {q.shape[1]}, Sk {k.shape[1]} is another problem")
-    with sdpa_kernel(backend):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=causal,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
+    )
     return out.transpose(1, 2)
 
 
@@ -62,10 +62,13 @@ def _ours() -> Attention:
 
 
 def _sdpa_on(backend: str) -> Attention:
-    from torch.nn.attention import SDPBackend
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    chosen = getattr(SDPBackend, backend)
-    return lambda q, k, v, causal: sdpa(q, k, v, causal, chosen)
+    def attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
+        return sdpa(q, k, v, causal)
+
+    attention.around = partial(sdpa_kernel, getattr(SDPBackend, backend))  # type: ignore[attr-defined]
+    return attention
 
 
 def _fa3() -> Attention:

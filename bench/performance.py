@@ -6,21 +6,27 @@ peer that was ever recorded there. Parts of the documents between markers are re
 """
 
 import argparse
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench import documents, plots
+from bench import documents, group_tables, io_tables, plots, tables
 from bench.machine import run_command
 from bench.plots import Plot, Source
-from bench.recorded import NotRecorded, Record, Records
+from bench.recorded import NotRecorded, Point, Record, Records, sizes
 from bench.records import RESULTS, ROOT
-from bench.shapes import TOKENS, WIDTH
-from bench.tables import BLOCKS, FORWARD, FP8_GRID, LENGTHS, errors_of
+from bench.shapes import GROUPS, TOKENS, WIDTH
+from bench.tables import FORWARD, FP8_GRID, LENGTHS, errors_of
+from fa3.device import HOPPER, named
 
 GPU = "h200"  # whose records the documents show
 DOCUMENTS = ("README.md", "docs/performance.md")
+BLOCKS = {**tables.BLOCKS, **group_tables.BLOCKS, **io_tables.BLOCKS}
 FIGURES = Path("docs", "figures")
 ABOUT = f"batch * length = {TOKENS}, heads * head dim = {WIDTH}"
+ABOUT_LENGTHS = "the same E4M3 tensors for all, V ~ N(1, 1), against float64"
+ABOUT_MEMORY = "B1 H16 hd128, full, BF16"
+ON_AN_AXIS = {sizes(shape) for name, group in GROUPS.items() if name != "models" for shape in group}  # all of one size
 
 # Plots
 
@@ -30,29 +36,83 @@ def source(record: Record, command: str, about: str = ABOUT) -> Source:
 
 
 def plot_forward(records: Records) -> Plot:
-    points = records.forward
-    of = source(points[0].by_name["ours"], FORWARD)
-    return plots.speed("forward", "BF16 forward, kernel time", points, of, records.chip.peak_tflops)
+    return of_speed("BF16", records.forward, FORWARD, ABOUT)
 
 
 def plot_roofline(records: Records) -> Plot:
-    points = records.forward
-    of = source(points[0].by_name["ours"], FORWARD)
-    return plots.roofline("roofline", "BF16 forward, roofline", points, of, records.chip)
+    return of_roofline("BF16", records.forward, FORWARD, ABOUT)
 
 
 def plot_fp8(records: Records) -> Plot:
-    points, peak = records.fp8, records.chip.peak_tflops
-    of = source(points[0].by_name["accurate"], FP8_GRID)
-    return plots.speed("fp8", "FP8 forward, kernel time", points, of, peak and 2 * peak)
+    return of_speed("FP8", records.fp8, FP8_GRID, ABOUT)
 
 
 def plot_accuracy(records: Records) -> Plot:
-    of = source(records.lengths[0], LENGTHS, "the same E4M3 tensors for all, V ~ N(1, 1), against float64")
-    return plots.error("accuracy", "FP8, error at growing length", errors_of(records.lengths), of)
+    return of_accuracy(records.lengths, LENGTHS)
 
 
-PLOTS = (plot_forward, plot_roofline, plot_fp8, plot_accuracy)
+def plot_memory(records: Records) -> Plot:
+    return of_memory(records.memory, io_tables.MEMORY)
+
+
+PLOTS = (plot_forward, plot_roofline, plot_fp8, plot_accuracy, plot_memory)
+
+
+def of_speed(words: str, points: Sequence[Point], command: str, about: str) -> Plot:
+    first = next(iter(points[0].by_name.values()))
+    peak = named(first["gpu"], 0, HOPPER).peak_tflops
+    name, times = {"BF16": ("forward", 1), "FP16": ("forward-fp16", 1), "FP8": ("fp8", 2)}[words]
+    of = source(first, command, about)
+    return plots.speed(name, f"{words} forward, kernel time", points, of, peak and times * peak)
+
+
+def of_roofline(words: str, points: Sequence[Point], command: str, about: str) -> Plot:
+    first = next(iter(points[0].by_name.values()))
+    name = "roofline" if words == "BF16" else f"roofline-{words.lower()}"
+    chip = named(first["gpu"], 0, HOPPER)
+    return plots.roofline(name, f"{words} forward, roofline", points, source(first, command, about), chip)
+
+
+def of_accuracy(lengths: Sequence[Record], command: str) -> Plot:
+    of = source(lengths[0], command, ABOUT_LENGTHS)
+    return plots.error("accuracy", "FP8, error at growing length", errors_of(lengths), of)
+
+
+def of_memory(records: Sequence[Record], command: str) -> Plot:
+    of = source(records[0], command, ABOUT_MEMORY)
+    return plots.memory("memory", "Memory of a call above its inputs", io_tables.bytes_of(records), of)
+
+
+# Plots of what was just measured
+
+
+def of_run(suite: str, points: dict[str, Sequence[Point]]) -> list[Plot]:
+    """By the words for the type. Models are no curve: their batches and heads are their own."""
+    made = []
+    for words, all_points in points.items():
+        here = [point for point in all_points if sizes(point.shape) in ON_AN_AXIS]
+        if here:
+            given = words, here, f"python -m fa3 bench {suite}", "kernel time"
+            made += [of_speed(*given), *([of_roofline(*given)] if words != "FP8" else [])]
+    return made
+
+
+def of_run_accuracy(records: Sequence[Record]) -> list[Plot]:
+    lengths = [record for record in records if record["case"] == "length"]
+    return [of_accuracy(lengths, "python -m fa3 bench accuracy")] if lengths else []
+
+
+def of_run_memory(records: Sequence[Record]) -> list[Plot]:
+    return [of_memory(records, "python -m fa3 bench memory")] if records else []
+
+
+def drawn(made: Iterable[Plot], folder: Path) -> list[Path]:
+    paths = []
+    for plot in made:
+        paths.append(folder / f"{plot.name}.png")
+        plots.draw(plot, paths[-1])
+    return paths
+
 
 # The command
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.recorded import Point, mask
+from bench.recorded import Point, dims, mask
 from fa3.device import Chip
 
 Curve = tuple[tuple[float, float], ...]  # (x, y), in the order in which a line joins them
@@ -22,6 +22,7 @@ Errors = Mapping[tuple[int, int, str], float]  # by head dim, keys and look
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 KEYWORD = "Comment"  # of the PNG's text that holds the digest
 PANEL_INCHES, DPI = (4.2, 2.9), 90
+LEAST_INCHES = 9.0  # of the width: what the caption takes
 BELOW_INCHES, ABOVE_INCHES = 0.35, 0.7  # the caption; the title and the legend
 
 # The same look for the same implementation in every plot: (label, colour, marker). The colours are those of Okabe and
@@ -35,6 +36,7 @@ LOOKS = {
     "fa3": ("FlashAttention-3", "#0072B2", "^"),
     "fa4": ("FlashAttention-4", "#56B4E9", "D"),
     "flashinfer": ("FlashInfer", "#CC79A7", "X"),
+    "naive": ("naive attention", "#000000", "*"),
 }
 # Limits are lines without markers: (label, line style)
 LIMITS = {
@@ -144,22 +146,35 @@ def error(name: str, title: str, errors: Errors, source: Source) -> Plot:
     )
 
 
+def memory(name: str, title: str, found: Mapping[str, Mapping[int, int]], source: Source) -> Plot:
+    """MB against length, both logarithmic: a slope is a power of the length. `found`: bytes by look and length."""
+    series = tuple(
+        Series(look, tuple((float(seqlen), size / 1e6) for seqlen, size in sorted(by_length.items())))
+        for look, by_length in found.items()
+    )
+    ticks = tuple(sorted({x for one in series for x, _ in one.points}))
+    return Plot(name, title, "sequence length", "MB", (Panel("", series),), 1, source.caption, log_y=True, ticks=ticks)
+
+
 def _panels(points: Sequence[Point], x: Callable[[Point], float]) -> tuple[Panel, ...]:
     """Rows by mask, columns by head dim; one series for each implementation."""
-    places = dict.fromkeys((point.shape.causal, point.shape.head_dim) for point in points)
     panels = []
-    for causal, dim in sorted(places):
-        here = [point for point in points if (point.shape.causal, point.shape.head_dim) == (causal, dim)]
+    for place in sorted(set(map(_place, points))):
+        here = sorted((point for point in points if _place(point) == place), key=x)
         looks = [look for look in LOOKS if any(look in point.by_name for point in here)]
         series = [
             Series(look, tuple((float(x(p)), p.tflops(look)) for p in here if look in p.by_name)) for look in looks
         ]
-        panels.append(Panel(f"head dim {dim}, {mask(here[0].shape)}", tuple(series)))
+        panels.append(Panel(f"head dim {dims(here[0].shape)}, {mask(here[0].shape)}", tuple(series)))
     return tuple(panels)
 
 
+def _place(point: Point) -> tuple[bool, int, int]:
+    return point.shape.causal, point.shape.head_dim, point.shape.head_dim_v
+
+
 def _columns(points: Sequence[Point]) -> int:
-    return len({point.shape.head_dim for point in points})
+    return len({_place(point)[1:] for point in points})
 
 
 def _intensity(point: Point) -> float:
@@ -174,7 +189,7 @@ def draw(plot: Plot, path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = math.ceil(len(plot.panels) / plot.columns)
-    size = PANEL_INCHES[0] * plot.columns, PANEL_INCHES[1] * rows + BELOW_INCHES + ABOVE_INCHES
+    size = max(PANEL_INCHES[0] * plot.columns, LEAST_INCHES), PANEL_INCHES[1] * rows + BELOW_INCHES + ABOVE_INCHES
     figure = Figure(figsize=size, dpi=DPI)
     below, above = BELOW_INCHES / size[1], ABOVE_INCHES / size[1]
     figure.set_layout_engine("constrained", rect=(0, below, 1, 1 - below - above))
@@ -219,7 +234,7 @@ def _dress(axes: Any, plot: Plot, title: str, last_row: bool, last_column: bool)
     ys = [y for panel in plot.panels for series in panel.series for _, y in series.points]
     if plot.log_y:
         axes.set_yscale("log")
-        ticks = [step * 10.0**power for power in range(-3, 5) for step in (1, 2, 5)]
+        ticks = [step * 10.0**power for power in range(-3, 6) for step in (1, 2, 5)]
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         axes.set_ylim(min(ys) / 1.2, max(ys) * 1.2)

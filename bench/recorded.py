@@ -15,12 +15,13 @@ from typing import Any
 
 from bench.peers import FP8, PEERS
 from bench.records import PROBLEM, RESULTS
-from bench.shapes import GRID, Shape
+from bench.shapes import GRID, GROUPS, NAMED, Shape
 from fa3.device import HOPPER, Chip, named
 
 Record = Mapping[str, Any]
 LONGEST = tuple(shape for shape in GRID if shape.seqlen_q == max(s.seqlen_q for s in GRID))
-SUITES = ("forward", "fp8", "accuracy", "host", "startup")  # that are shown
+SUITES = ("forward", "fp8", "accuracy", "host", "startup", "memory", "traffic")  # that are shown
+BOTH = "16 bit"  # a point in both types: BF16 by impl alone, FP16 with its type after it
 SAME_POINT = datetime.timedelta(seconds=10)  # records of a point are written together; a new process takes longer
 
 
@@ -50,12 +51,27 @@ def problem_of(record: Record) -> tuple[Any, ...]:
     return tuple(record[name] for name in PROBLEM)
 
 
+def sizes(shape: Shape) -> tuple[Any, ...]:
+    """The same of a shape."""
+    return tuple(getattr(shape, name) for name in PROBLEM)
+
+
+NAMES = {sizes(shape): shape.name for shape in NAMED.values()}
+
+
 def accumulation(record: Record) -> str:
     """`accurate` or `fast` of our FP8 attention, empty of everything else."""
     config = record["config"] or {}
     if record["dtype"] != FP8 or record["impl"] not in ("ours", "ours_call"):
         return ""
     return config.get("accumulation") or ("accurate" if config.get("promotion") else "fast")
+
+
+def share_of_cublas(record: Record) -> float | None:
+    """Of a matrix product that took turns with what was measured. That of older records, which do not say how many
+    calls a graph held, ran alone before, under conditions of its own.
+    """
+    return record["cublas_fraction"] if record.get("graph_calls") else None
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,25 @@ class Point:
 
     @property
     def label(self) -> str:
-        return f"{self.shape.head_dim} {mask(self.shape)} {length(self.shape.seqlen_q)}"
+        return f"{dims(self.shape)} {mask(self.shape)} {length(self.shape.seqlen_q)}"
+
+    @property
+    def name(self) -> str:
+        """Of the shape, where it has one."""
+        return NAMES.get(sizes(self.shape), self.label)
+
+    @property
+    def best(self) -> str:
+        """The fastest peer. Raises NotRecorded where none was measured."""
+        here = [name for name in PEERS if name in self.by_name]
+        if not here:
+            raise NotRecorded(f"no peer beside ours at {self.label}")
+        return min(here, key=self.time)
+
+    @property
+    def slowdown(self) -> float:
+        """Our time over the fastest peer's."""
+        return self.time("ours") / self.time(self.best)
 
     def tflops(self, name: str) -> float:
         return self.shape.flops / self.time(name) / 1e6
@@ -85,6 +119,11 @@ class Point:
         return first["tflops"] / first["cublas_fraction"]
 
 
+def dims(shape: Shape) -> str:
+    same = shape.head_dim == shape.head_dim_v
+    return str(shape.head_dim) if same else f"{shape.head_dim}/{shape.head_dim_v}"
+
+
 def mask(shape: Shape) -> str:
     return "causal" if shape.causal else "full"
 
@@ -94,7 +133,9 @@ def length(seqlen: int) -> str:
 
 
 def points(records: Iterable[Record], dtype: str) -> list[Point]:
-    """In the order of the records. `dtype` is that of the suite: FP8, or the one of the two types that is wanted."""
+    """In the order of the records. `dtype` is that of the suite: FP8, or the one of the two types that is wanted, or
+    BOTH.
+    """
     groups: list[list[Record]] = []
     for record in records:
         if groups and _together(groups[-1][0], record):
@@ -121,6 +162,8 @@ def _together(first: Record, other: Record) -> bool:
 
 def _name(record: Record, dtype: str, before: Mapping[str, Record]) -> str:
     """What the record is called in its point; "" where it is of another type."""
+    if dtype == BOTH:
+        return record["impl"] if record["dtype"] == "bfloat16" else f"{record['impl']} {record['dtype']}"
     if dtype != FP8:
         return record["impl"] if record["dtype"] == dtype else ""
     if record["impl"] == "ours":
@@ -135,9 +178,9 @@ def newest(
     """A point for each shape, all of the newest commit that has all of them; of each the newest run that has all names,
     and those of `beside` that any run of the shape has. Raises NotWhole where no commit is so whole.
     """
-    made: dict[tuple[Any, ...], list[Point]] = {_sizes(shape): [] for shape in shapes}
+    made: dict[tuple[Any, ...], list[Point]] = {sizes(shape): [] for shape in shapes}
     for point in points(records, dtype):
-        made.get(_sizes(point.shape), []).append(point)
+        made.get(sizes(point.shape), []).append(point)
     chosen: list[dict[str, Point]] = []  # of each shape, by commit
     for runs in made.values():
         seen = {name for point in runs for name in point.by_name}
@@ -149,8 +192,16 @@ def newest(
     raise NotWhole(f"no commit has all {len(shapes)} shapes with {', '.join([*names, *beside])} in {dtype}")
 
 
-def _sizes(shape: Shape) -> tuple[Any, ...]:
-    return tuple(getattr(shape, name) for name in PROBLEM)
+def one_run(records: Sequence[Record], shapes: Sequence[Shape], dtype: str, names: Sequence[str]) -> list[Point]:
+    """The newest points of all shapes that were measured one after the other: what ratios between shapes are made of.
+    Raises NotWhole where there was no such run.
+    """
+    made = [point for point in points(records, dtype) if point.by_name.keys() >= set(names)]
+    for end in range(len(made), len(shapes) - 1, -1):
+        run = made[end - len(shapes) : end]
+        if [sizes(p.shape) for p in run] == [*map(sizes, shapes)] and len({point.commit for point in run}) == 1:
+            return run
+    raise NotWhole(f"no run has all {len(shapes)} shapes one after the other with {', '.join(names)} in {dtype}")
 
 
 class Records:
@@ -178,6 +229,30 @@ class Records:
     def fp8_longest(self) -> list[Point]:
         """With the whole call and BF16."""
         return newest(self.suite("fp8"), LONGEST, FP8, ("accurate", "fast", "ours_call", "bf16"), ("fa3",))
+
+    @cached_property
+    def both_types(self) -> list[Point]:
+        """BF16 and FP16 in turn."""
+        return newest(self.suite("forward"), GRID, BOTH, ("ours", "ours float16"))
+
+    def group(self, name: str) -> list[Point]:
+        """Of BF16 forward, a group of shapes."""
+        return newest(self.suite("forward"), GROUPS[name], "bfloat16", ("ours",), PEERS)
+
+    def pairs(self, name: str) -> list[Point]:
+        """Of BF16 forward, a group whose shapes are set beside one another."""
+        return one_run(self.suite("forward"), GROUPS[name], "bfloat16", ("ours",))
+
+    def fp8_group(self, name: str) -> list[Point]:
+        return newest(self.suite("fp8"), GROUPS[name], FP8, ("accurate",), ("fast", "bf16", "fa3"))
+
+    @cached_property
+    def memory(self) -> list[Record]:
+        return self._of_newest("memory", lambda r: (r["impl"], r["case"], r["seqlen_q"] if r["case"] == "call" else 0))
+
+    @cached_property
+    def traffic(self) -> list[Record]:
+        return self._of_newest("traffic", lambda r: (r["impl"], r["seqlen_q"], r["config"].get("warpgroups")))
 
     @cached_property
     def host(self) -> list[Record]:

@@ -13,15 +13,18 @@ from typing import Any
 
 from bench.peers import IMPLS, NO_ATTENTION, OTHERS
 from bench.shapes import Shape
+from fa3.testing.timing import Spread
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 PROBLEM = ("head_dim", "head_dim_v", "causal", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv")
 FIELDS = (
     "suite", "impl", "dtype", *PROBLEM, "pass",
-    "graph_us", "eager_us", "cpu_us", "rounds", "tflops", "peak_fraction", "cublas_fraction",
+    "graph_us", "graph_lower_us", "graph_upper_us", "graph_calls",
+    "eager_us", "cpu_us", "rounds", "tflops", "peak_fraction", "cublas_fraction",
     "config", "gpu", "torch", "date", "commit",
 )  # fmt: skip
+ADDED_FIELDS = ("rounds", "graph_lower_us", "graph_upper_us", "graph_calls")  # older records lack them
 MORE_FIELDS = {  # of suites that measure something else than time
     "accuracy": ("case", "rmse", "rel_error"),
     "memory": ("case", "extra_bytes"),
@@ -31,7 +34,9 @@ MORE_FIELDS = {  # of suites that measure something else than time
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where and with what a record was measured. Peaks in TFLOP/s, of 16 bit; None where nobody knows them."""
+    """Where and with what a record was measured. In TFLOP/s of 16 bit: the datasheet's peak, and the matrix product
+    that took turns with what was measured; None where nobody knows them.
+    """
 
     gpu: str
     torch: str
@@ -48,19 +53,23 @@ def record(
     shape: Shape,
     *,
     graph_us: float | None = None,
+    graph: Spread | None = None,
+    graph_calls: int | None = None,
     eager_us: float | None = None,
     cpu_us: float | None = None,
     rounds: int | None = None,
     config: Any = None,
 ) -> dict[str, Any]:
     """`tflops` and the fractions come from the kernel time alone: without one, and where it is of no attention, they
-    are null. The peak is that of the dtype. `rounds`: how many samples the time is the median of.
+    are null. The peak is that of the dtype. `rounds`: how many samples the time is the median of. The kernel time is
+    given with its quartiles, as `graph`, or alone; `graph_calls`: how many calls its graph held.
 
     `config` is a dataclass or a mapping: what was chosen for ours, and what the columns have no room for. Raises
     ValueError for an unknown impl.
     """
     if impl not in (*IMPLS, *OTHERS):
         raise ValueError(f"impl must be one of {', '.join((*IMPLS, *OTHERS))}, got {impl!r}")
+    graph_us = graph.median if graph else graph_us
     tflops = shape.flops / graph_us / 1e6 if graph_us and impl not in NO_ATTENTION else None
     peak = origin.peak_tflops and origin.peak_tflops * (2 if dtype.startswith("float8") else 1)
     return {
@@ -70,6 +79,9 @@ def record(
         **{name: getattr(shape, name) for name in PROBLEM},
         "pass": "fwd",
         "graph_us": _rounded(graph_us, 3),
+        "graph_lower_us": _rounded(graph.lower if graph else None, 3),
+        "graph_upper_us": _rounded(graph.upper if graph else None, 3),
+        "graph_calls": graph_calls,
         "eager_us": _rounded(eager_us, 3),
         "cpu_us": _rounded(cpu_us, 3),
         "rounds": rounds,

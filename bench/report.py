@@ -1,19 +1,28 @@
 """Tables and progress of the benchmarks, by rich; wide enough to be read in a log."""
 
+import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bench.measure import Outcome, Pace
+from bench import performance
+from bench.goals import NEVER_SLOWER
+from bench.machine import Machine
+from bench.measure import PRODUCT_SIZE, Outcome, Pace
 from bench.peers import PEERS
+from bench.plots import Plot
 from bench.records import Origin
 from bench.shapes import Shape
+from bench.tables import of_model, percent
 from fa3.console import table
 
+T = TypeVar("T")
 WIDTH = 150  # of a table that goes to a file
 
 
@@ -23,8 +32,7 @@ def console() -> Console:
 
 
 def heading(origin: Origin) -> str:
-    cublas = f", cuBLAS bf16 {origin.cublas_tflops:.0f} TFLOP/s" if origin.cublas_tflops else ""
-    return f"{origin.gpu}, torch {origin.torch}, commit {origin.commit}{cublas}"
+    return f"{origin.gpu}, torch {origin.torch}, commit {origin.commit}"
 
 
 def progress(to: Console) -> Progress:
@@ -39,22 +47,28 @@ def progress(to: Console) -> Progress:
     return Progress(*columns, console=to, disable=not to.is_terminal)
 
 
+def stepped(out: Console, items: Sequence[T], name: Callable[[T], str] = str) -> Iterator[T]:
+    """One after the other, under a bar."""
+    with progress(out) as bar:
+        task = bar.add_task("", total=len(items))
+        for item in items:
+            bar.update(task, description=name(item))
+            yield item
+            bar.advance(task)
+
+
 def in_turn(out: Console, shapes: Sequence[Shape], pace: Pace, left: list[str]) -> Iterator[Shape]:
-    """The shapes, one after the other, under a bar. What would end past the deadline, were it as long as the longest so
-    far, goes to `left`.
+    """The shapes, under a bar. What would end past the deadline, were it as long as the longest so far, goes to
+    `left`.
     """
     longest = 0.0
-    with progress(out) as bar:
-        task = bar.add_task("shapes", total=len(shapes))
-        for shape in shapes:
-            if not pace.has_time(longest):
-                left.append(shape.name)
-                continue
-            start = time.monotonic()
-            bar.update(task, description=shape.name)
-            yield shape
-            bar.advance(task)
-            longest = max(longest, time.monotonic() - start)
+    for shape in stepped(out, shapes, lambda shape: shape.name):
+        if not pace.has_time(longest):
+            left.append(shape.name)
+            continue
+        start = time.monotonic()
+        yield shape
+        longest = max(longest, time.monotonic() - start)
 
 
 def short(dtype: str) -> str:
@@ -84,11 +98,6 @@ def ratio(outcomes: Iterable[Outcome], dtype: str) -> float | None:
     return ours / best if ours and best else None
 
 
-def limit(seqlen: int) -> float:
-    """How much longer than the best peer we may take."""
-    return 1.06 if seqlen >= 4096 else 1.25
-
-
 def marked(value: float | None, allowed: float, form: str = ".3f") -> str:
     """The value, green where it is allowed and red where not."""
     if value is None:
@@ -96,30 +105,57 @@ def marked(value: float | None, allowed: float, form: str = ".3f") -> str:
     return f"[{'green' if value <= allowed else 'red'}]{value:{form}}[/]"
 
 
-def reached(value: float | None, least: float, form: str = ".3f") -> str:
-    """The value, green where it is at least so much and red where not."""
-    if value is None:
-        return "not measured"
-    return f"[{'green' if value >= least else 'red'}]{value:{form}}[/]"
-
-
 def points_table(points: list[list[Outcome]], impls: list[str]) -> Table:
     """One line a shape and dtype."""
     result = table(
         "TFLOP/s by kernel time (* eager time), ± half the quartile distance; time over the best peer's",
-        "shape", "dtype", *impls, "ours us", "host us", "ours/best", text_columns=2,
+        "shape", "dtype", *impls, "ours/best", text_columns=2,
     )  # fmt: skip
     for outcomes in points:
         for dtype in dict.fromkeys(o.contender.dtype for o in outcomes):
             by_impl = {o.contender.impl: o for o in outcomes if o.contender.dtype == dtype}
-            shape, ours = outcomes[0].shape, by_impl.get("ours")
-            mine = ours.timing if ours else None
             result.add_row(
-                shape.name, short(dtype), *(speed(by_impl[i]) if i in by_impl else "-" for i in impls),
-                f"{mine.best_known.median:.1f}" if mine else "-", f"{mine.host.median:.1f}" if mine else "-",
-                marked(ratio(outcomes, dtype), limit(shape.seqlen_q)) + ("" if _all_by_graph(by_impl) else "*"),
+                outcomes[0].shape.name, short(dtype), *(speed(by_impl[i]) if i in by_impl else "-" for i in impls),
+                marked(ratio(outcomes, dtype), NEVER_SLOWER) + ("" if _all_by_graph(by_impl) else "*"),
             )  # fmt: skip
     return result
+
+
+def utilization_table(points: list[list[Outcome]], machine: Machine, suite: str) -> Table:
+    """Of ours: times, and the kernel's speed as a share of the datasheet's peak, of cuBLAS and of the model."""
+    result = table(
+        "ours: us of kernel (* eager time) and host; the kernel's share of the dense peak, of cuBLAS, of the model",
+        "shape", "dtype", "us", "host us", "of the peak", "of cuBLAS", "of the model", text_columns=2,
+    )  # fmt: skip
+    for outcome in (o for point in points for o in point if o.contender.impl == "ours" and o.timing):
+        timing, record = outcome.timing, outcome.record(machine, suite)
+        assert timing is not None
+        shares = record["peak_fraction"], record["cublas_fraction"], of_model(record) if timing.graph else None
+        result.add_row(
+            outcome.shape.name, short(outcome.contender.dtype),
+            f"{timing.best_known.median:.1f}{'' if timing.graph else '*'}", f"{timing.host.median:.1f}",
+            *(percent(share) or "-" for share in shares),
+        )  # fmt: skip
+    return result
+
+
+def product(outcomes: Iterable[Outcome]) -> list[str]:
+    """How fast the matrix product was that took turns with them."""
+    found = {o.shape.name: o.cublas_tflops for o in outcomes if o.cublas_tflops}
+    if not found:
+        return []
+    middle, least, most = statistics.median(found.values()), min(found.values()), max(found.values())
+    size = f"{PRODUCT_SIZE}^3"
+    return [f"cuBLAS bf16 {size}, in turn with the others: {middle:.0f} TFLOP/s ({least:.0f} to {most:.0f} by shape)"]
+
+
+def draw(out: Console, folder: Path | None, make: Callable[[], Iterable[Plot]]) -> None:
+    """What --plot asks for."""
+    if folder is None:
+        return
+    paths = [str(path) for path in performance.drawn(make(), folder)]
+    for line in paths or ["Nothing to plot: nothing was measured that has a place on an axis"]:
+        out.print(line, markup=False)
 
 
 def _all_by_graph(by_impl: dict[str, Outcome]) -> bool:
@@ -139,37 +175,5 @@ def problems(outcomes: Iterable[Outcome]) -> list[str]:
     ]
 
 
-def summary(points: list[list[Outcome]]) -> list[str]:
-    """The worst ratio to the best peer on either side of 4K, and fp16 beside bf16."""
-    lines = []
-    worst: dict[float, tuple[float, str]] = {}
-    for outcomes in points:
-        shape = outcomes[0].shape
-        for dtype in {o.contender.dtype for o in outcomes}:
-            value = ratio(outcomes, dtype)
-            if value is not None:
-                key = limit(shape.seqlen_q)
-                worst[key] = max(worst.get(key, (0.0, "")), (value, f"{shape.name} {short(dtype)}"))
-    for allowed, (value, name) in sorted(worst.items()):
-        lengths = "Sq >= 4096" if allowed == limit(4096) else "Sq < 4096"
-        lines.append(
-            f"{lengths}: at worst {marked(value, allowed)} of the best peer's time ({name}); allowed {allowed}"
-        )
-    distances = [(abs(fp16 / bf16 - 1), name) for fp16, bf16, name in _both_types(points)]
-    if distances:
-        lines.append(
-            f"fp16 against bf16: at most {marked(max(distances)[0], 0.05)} apart ({max(distances)[1]}); allowed 0.05"
-        )
-    return lines
-
-
 def not_measured(left: list[str]) -> list[str]:
     return [f"Not measured, the time was up: {', '.join(left)}"] if left else []
-
-
-def _both_types(points: list[list[Outcome]]) -> Iterable[tuple[float, float, str]]:
-    """Our times in fp16 and in bf16, where there are both, and the shape's name."""
-    for outcomes in points:
-        ours = {o.contender.dtype: o.us for o in outcomes if o.contender.impl == "ours" and o.timing}
-        if {"float16", "bfloat16"} <= ours.keys():
-            yield ours["float16"], ours["bfloat16"], outcomes[0].shape.name

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from bench.machine import Machine, open_machine, run_command, with_cublas
+from bench.machine import Machine, open_machine, run_command
 from bench.measure import Outcome, Pace, compile_ahead, deadline, jobs_here, measure_configs
 from bench.options import add_shapes, shapes_of
 from bench.peers import reason, spec_of
@@ -130,7 +130,6 @@ def run(args: argparse.Namespace, shapes: tuple[Shape, ...], machine: Machine, b
     out.print(
         f"{len(kernels)} kernels compiled, {len(dropped) + len(failures)} dropped, {time.monotonic() - began:.0f} s"
     )
-    machine = with_cublas(machine)
     pace = Pace(args.rounds, seconds=0.04, rest=0.02, deadline=deadline(began, args.budget_seconds))
     left: list[str] = []
     with torch.no_grad():

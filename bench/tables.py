@@ -7,14 +7,16 @@ from bench.documents import table
 from bench.model import NoModel, of_record, utilization
 from bench.peers import PEERS
 from bench.plots import LOOKS, Errors
-from bench.recorded import NotRecorded, Point, Record, Records, length, mask
+from bench.recorded import NotRecorded, Point, Record, Records, dims, length, mask
 from bench.shapes import GRID_HEAD_DIMS
 from fa3.device import HOPPER, Chip, named
 
 FORWARD = "python -m fa3 bench forward --grid"
 FP8_GRID = "python -m fa3 bench fp8 --grid --impl accurate fa3"
+BOTH_TYPES = "python -m fa3 bench forward --grid --dtype bfloat16 float16"
 LENGTHS = "python -m fa3 bench accuracy --case length"
 KNOWN = {"H100 SXM": "NVIDIA H100 80GB HBM3", "H100 PCIe": "NVIDIA H100 PCIe", "H200": "NVIDIA H200"}
+PEER_COLUMNS = ("fastest peer", "its time over ours")
 FA2_COLUMNS = ("FA2", "FA2 of the peak", "over FA2")
 HOST_NAMES = {"fa2": "FA2 through SDPA", "cudnn": "cuDNN through SDPA", "fa3": "FA3", "fa4": "FA4"}
 
@@ -31,19 +33,6 @@ UTILIZATION: dict[str, Callable[[Point, Chip], float | None]] = {
 def peers(points: Sequence[Point]) -> list[str]:
     """That every point has."""
     return [name for name in PEERS if all(name in point.by_name for point in points)]
-
-
-def best(point: Point) -> str:
-    """The fastest peer. Raises NotRecorded where none was measured."""
-    here = [name for name in PEERS if name in point.by_name]
-    if not here:
-        raise NotRecorded(f"no peer beside ours at {point.label}")
-    return min(here, key=point.time)
-
-
-def slowdown(point: Point) -> float:
-    """Our time over the fastest peer's."""
-    return point.time("ours") / point.time(best(point))
 
 
 def listed(names: Sequence[str]) -> str:
@@ -82,7 +71,7 @@ def by_length(points: Sequence[Point], cells: dict[str, str]) -> str:
     """A line for each head dim and mask, a column for each length."""
     lines: dict[str, list[str]] = {}
     for point in points:
-        lines.setdefault(f"{point.shape.head_dim} {mask(point.shape)}", []).append(cells[point.label])
+        lines.setdefault(f"{dims(point.shape)} {mask(point.shape)}", []).append(cells[point.label])
     lengths = [length(seqlen) for seqlen in dict.fromkeys(point.shape.seqlen_q for point in points)]
     return table(["head_dim, mask", f"S {lengths[0]}", *lengths[1:]], [[name, *row] for name, row in lines.items()])
 
@@ -98,14 +87,15 @@ def line(records: Records, suite: str, commit: str, command: str) -> str:
 def forward_grid(records: Records) -> str:
     """Ours and the fastest peer: a line for each head dim and mask."""
     points = records.forward
-    cells = {point.label: f"{point.tflops('ours'):.0f} / {point.tflops(best(point)):.0f}" for point in points}
+    cells = {point.label: f"{point.tflops('ours'):.0f} / {point.tflops(point.best):.0f}" for point in points}
     from_4k, below = (
-        max((p for p in points if (p.shape.seqlen_q >= 4096) == long), key=slowdown) for long in (True, False)
+        max((p for p in points if (p.shape.seqlen_q >= 4096) == long), key=lambda point: point.slowdown)
+        for long in (True, False)
     )
     source = line(records, "forward", points[0].commit, FORWARD)
     worst = (
-        f"The worst point from 4K on takes {slowdown(from_4k):.2f} times the fastest peer's time ({from_4k.label}), "
-        f"the worst below it {slowdown(below):.2f} times ({below.label})."
+        f"The worst point from 4K on takes {from_4k.slowdown:.2f} times the fastest peer's time ({from_4k.label}), "
+        f"the worst below it {below.slowdown:.2f} times ({below.label})."
     )
     return "\n\n".join([f"Beside {listed(peers(points))}: {source}", by_length(points, cells), worst])
 
@@ -114,15 +104,12 @@ def forward_points(records: Records) -> str:
     """Every point: utilization, the fastest peer, FlashAttention-2."""
     points, chip = records.forward, records.chip
     with_fa2 = all("fa2" in point.by_name for point in points)
-    columns = ["head_dim, mask, S", "TFLOP/s", *UTILIZATION, "fastest peer", "its time over ours"]
+    columns = ["head_dim, mask, S", "TFLOP/s", *UTILIZATION, *PEER_COLUMNS]
     rows = []
     for point in points:
-        name = best(point)
-        row = [point.label, f"{point.tflops('ours'):.0f}"]
-        row += [percent(share(point, chip)) for share in UTILIZATION.values()]
-        row += [f"{LOOKS[name][0]} {point.tflops(name):.0f}", f"{1 / slowdown(point):.3f}"]
+        row = [point.label, f"{point.tflops('ours'):.0f}", *shares(point, chip), *peer_cells(point)]
         rows.append([*row, *(fa2_cells(point, chip) if with_fa2 else [])])
-    ratios = [1 / slowdown(point) for point in points]
+    ratios = [1 / point.slowdown for point in points]
     wins = sum(ratio >= 1 for ratio in ratios)
     summary = (
         f"Fastest at {wins} of {len(points)} points; geometric mean of the fastest peer's time over ours "
@@ -158,6 +145,37 @@ def peaks(records: Records) -> str:
         numbers = chip.peak_tflops, 2 * chip.peak_tflops, chip.bandwidth, chip.peak_tflops / chip.bandwidth
         rows.append([label, *(f"{number:.4g}" for number in numbers)])
     return table(["GPU", "16 bit, TFLOP/s", "FP8, TFLOP/s", "bandwidth, TB/s", "16 bit ridge, FLOP/byte"], rows)
+
+
+def fp16_over_bf16(point: Point) -> float:
+    return point.time("ours float16") / point.time("ours")
+
+
+def fp16_worst(records: Records) -> str:
+    points = records.both_types
+    at = max(points, key=fp16_over_bf16)
+    speeds = f"{at.tflops('ours float16'):.0f} against {at.tflops('ours'):.0f} TFLOP/s"
+    where = f"{at.label}: {speeds}; `{BOTH_TYPES}`, commit {at.commit}"
+    return f"FP16 takes up to {fp16_over_bf16(at):.3f} times BF16's time ({where})."
+
+
+def fp16(records: Records) -> str:
+    """FP16 and its time over BF16's: a line for each head dim and mask."""
+    points = records.both_types
+    cells = {p.label: f"{p.tflops('ours float16'):.0f}, {fp16_over_bf16(p):.3f}" for p in points}
+    return f"{line(records, 'forward', points[0].commit, BOTH_TYPES)}\n\n{by_length(points, cells)}"
+
+
+def peer_cells(point: Point) -> list[str]:
+    """The fastest, and its time over ours; dashes where there was none."""
+    try:
+        return [f"{LOOKS[point.best][0]} {point.tflops(point.best):.0f}", f"{1 / point.slowdown:.3f}"]
+    except NotRecorded:
+        return ["-", "-"]
+
+
+def shares(point: Point, chip: Chip) -> list[str]:
+    return [percent(share(point, chip)) for share in UTILIZATION.values()]
 
 
 def fp8_longest(records: Records) -> str:
@@ -247,6 +265,8 @@ def host(records: Records) -> str:
 
 
 BLOCKS: dict[str, Callable[[Records], str]] = {
+    "fp16-worst": fp16_worst,
+    "fp16": fp16,
     "forward-grid": forward_grid,
     "forward-points": forward_points,
     "peaks": peaks,

@@ -23,7 +23,8 @@ from bench.machine import Machine, NoDevice, add_arguments, open_machine, run_co
 from bench.measure import compile_ahead, jobs_here
 from bench.naive import naive
 from bench.peers import Attention, kernel, spec_of
-from bench.records import ROOT, append, record
+from bench.records import ROOT, record
+from bench.regression import Run, add_check
 from bench.shapes import Shape
 from fa3.cli import positive
 from fa3.kernels.forward.config import Config
@@ -160,6 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fa3 bench traffic", description=__doc__.splitlines()[0])
     parser.add_argument("--seqlen", type=positive, default=SEQLEN, help=f"default: {SEQLEN}")
     parser.add_argument("--impl", nargs="+", choices=NAMES, default=NAMES, help="naive, or rows of our query tile")
+    add_check(parser)
     add_arguments(parser)
     args = parser.parse_args(argv)
     machine = open_machine("cuda", args.commit)
@@ -185,21 +187,22 @@ def run(args: argparse.Namespace, machine: Machine, ncu: str) -> int:
         "formula",
         "ratio",
     )
+    kept = Run(SUITE, machine, args)
     problems = []
-    for name in args.impl:
+    for name in report.stepped(out, args.impl):
         try:
             kernels = profile(ncu, name, args.seqlen)
             dram, l2 = counted(kernels)
         except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
             problems.append(f"{name}: {error}")
             continue
-        append(line_of(name, shape, dram, l2, kernels, machine), args.out)
+        kept.add(line_of(name, shape, dram, l2, kernels, machine))
         cells = (*_beside(dram, dram_formula(name, shape)), *_beside(l2, l2_formula(name, shape)))
         result.add_row(name if name == NAIVE else f"ours, {name} rows", *cells)
     out.print(result)
     for problem in problems:
         out.print(problem, markup=False)
-    return int(bool(problems))
+    return int(not kept.holds(out) or bool(problems))
 
 
 def line_of(

@@ -11,12 +11,11 @@ import torch
 import fa3
 from bench import accuracy, fp8, options, peers, records
 from bench.machine import open_machine
-from bench.measure import Outcome, Pace, make_inputs
+from bench.measure import Pace, make_inputs
 from bench.shapes import NAMED, select
 from fa3.kernels.forward.config import Config
 from fa3.quant.reference import dequantize_qkv, quantize_qkv
 from fa3.reference import attention
-from fa3.testing.timing import Spread, Timing
 
 TINY = NAMED["tiny"]
 QUICK = Pace(rounds=1, seconds=0.001, rest=0.0)
@@ -164,40 +163,6 @@ def test_records_know_the_peak_of_fp8_and_what_is_no_attention():
     assert half["tflops"] == eight["tflops"] == 1099.51 and copy["tflops"] is copy["peak_fraction"] is None
     assert half["peak_fraction"] == 1.1112 and eight["peak_fraction"] == 0.5556
     assert eight["cublas_fraction"] == half["cublas_fraction"] == 1.3744
-
-
-# Speed: what must be shown
-
-
-def outcome(shape, name, us):
-    s = Spread(us, us, us, us, us, 1)
-    return Outcome(entry(right).contender, shape, Timing(s, s, s) if us else None, 1.0)
-
-
-def point(name, **times):
-    shape = NAMED[name]
-    return {column: outcome(shape, column, us) for column, us in times.items()}
-
-
-def test_must_show_lines_pass_and_fail():
-    full = point("hd128-16k-full", accurate=2300.0, fast=2000.0, call=2700.0, bf16=3100.0, quantize=100.0, copy=76.0)
-    lines = fp8.must_show([full])
-    assert lines == [
-        "hd128-16k-full accurate: [green]956[/] TFLOP/s; at least 930",
-        "hd128-16k-full quantize: [green]0.760[/] of the copy's speed; at least 0.75",
-        "hd128-16k-full call: [red]1.148[/] times as fast as bf16; at least 1.25",
-    ]
-    wide = fp8.must_show([point("hd256-16k-full", accurate=2600.0, fast=None)])
-    assert wide == [
-        "hd256-16k-full accurate: [red]846[/] TFLOP/s; at least 850",
-        "hd256-16k-full fast: not measured TFLOP/s; at least 1130",
-    ]
-    assert fp8.must_show([point("hd64-1k-full", accurate=1.0)]) == []
-
-
-def test_the_goals_are_of_shapes_that_are_measured_by_default():
-    names = {shape.name for shape in select(fp8.SHAPES)}
-    assert {shape for shape, _ in fp8.TFLOPS} | {fp8.SHOWN_AT} <= names and len(names) == 6
 
 
 # Accuracy

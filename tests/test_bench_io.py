@@ -15,6 +15,7 @@ from bench.host import output_bytes
 from bench.machine import NoDevice, open_machine
 from bench.naive import naive
 from bench.records import FIELDS, MORE_FIELDS, append, record
+from bench.regression import Run
 from bench.shapes import Shape
 from fa3.kernels.forward.config import SHARED_BYTES
 from fa3.reference import attention
@@ -115,6 +116,10 @@ def test_memory_refuses_one_length_and_the_folder_of_the_measurements(capsys):
         assert words in capsys.readouterr().err
 
 
+def given(folder, **more):
+    return SimpleNamespace(out=folder, check=False, record=False, **more)
+
+
 class Gpu:
     """A machine of so many bytes: naive attention runs where inputs and 64 S^2 fit."""
 
@@ -150,12 +155,12 @@ def test_the_limit_is_fitted_and_tried(monkeypatch, tmp_path, capsys):
 
 
 def test_nothing_is_claimed_where_the_longest_lies_elsewhere(monkeypatch, tmp_path, capsys):
-    machine, args = open_machine("cpu", "abc"), SimpleNamespace(out=tmp_path)
+    machine = open_machine("cpu", "abc")
     Gpu(monkeypatch, 64 * 20_000**2)
     from bench.report import console
 
     for near in (10_000, 40_000):
-        memory._try(naive, near, 1, machine, args, console())
+        memory._try(naive, near, 1, machine, Run("memory", machine, given(tmp_path)), console())
     assert capsys.readouterr().out.count("its longest S is not between") == 2 and not list(tmp_path.iterdir())
 
 
@@ -252,7 +257,7 @@ def test_a_run_writes_what_was_counted_beside_the_formulas(monkeypatch, tmp_path
     ahead = []
     monkeypatch.setattr(traffic, "compile_ahead", lambda kernels, jobs: ahead.extend(c.tile_m for _, c in kernels))
     monkeypatch.setattr(subprocess, "run", finished(0, SAID))
-    args = SimpleNamespace(seqlen=8192, impl=traffic.NAMES, out=tmp_path)
+    args = given(tmp_path, seqlen=8192, impl=traffic.NAMES)
     assert traffic.run(args, open_machine("cpu", "abc"), "ncu") == 0
     assert ahead == [64, 128, 192]
     lines = [json.loads(line) for line in (tmp_path / "cpu" / "traffic.jsonl").read_text().splitlines()]

@@ -1,26 +1,19 @@
-"""The command around the benchmarks without a GPU: how suites are found and options passed on, what --check finds, and
-FlashInfer behind a stand-in; no time is asserted."""
+"""The command around the benchmarks without a GPU: how suites are found and options passed on; no time is asserted."""
 
 import argparse
-import dataclasses
 import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from bench import forward, fp8, machine, options, peers, records, regression, suites
+from bench import forward, fp8, machine, options, records, suites
 from bench.machine import Machine, NoDevice
-from bench.measure import Contender, Outcome, Pace
 from bench.shapes import GRID, NAMED
 from fa3 import cli
-from fa3.kernels.forward.config import Config
-from fa3.reference import attention
-from fa3.testing.timing import Spread, Timing
 
 ROOT = Path(__file__).parent.parent
 H200 = Machine("cuda", 132, 0, records.Origin("NVIDIA H200", "2.11.0", "now", 989.5, 800.0))
@@ -185,186 +178,3 @@ def test_quick_rounds_and_budget_make_the_pace():
     assert options.pace_of(args, 5.0) == options.QUICK
     slow = options.pace_of(argparse.Namespace(quick=False, rounds=9, budget_seconds=10.0), 5.0)
     assert (slow.rounds, slow.seconds, slow.deadline) == (9, 0.06, 15.0)
-
-
-# --check
-
-
-def outcome(us, shape=POINT, impl="ours", dtype="bfloat16", config=None, graph=True, rounds=Pace.rounds):
-    spread = Spread(us, us, us, us, us, rounds)
-    return Outcome(Contender(impl, dtype, None, config), shape, Timing(spread if graph else None, spread, spread), 1.0)
-
-
-def keep(outcome, folder, suite="forward", gpu="NVIDIA H200", cublas=800.0, commit="then"):
-    origin = dataclasses.replace(H200.origin, gpu=gpu, commit=commit, cublas_tflops=cublas)
-    records.append(outcome.record(dataclasses.replace(H200, origin=origin), suite), folder)
-
-
-def asked(*given):
-    parser = argparse.ArgumentParser()
-    regression.add_check(parser)
-    return parser.parse_args(["--check", *given])
-
-
-def check(outcomes, folder, *given, suite="forward", machine=H200):
-    args = asked(*given)
-    return regression.check(outcomes, regression.baseline(machine, suite, args, folder), machine, suite, args)
-
-
-def test_a_point_that_is_slower_by_more_than_the_tolerance_is_named(tmp_path):
-    other = NAMED["hd64-1k-full"]
-    keep(outcome(100.0), tmp_path)
-    keep(outcome(200.0, other), tmp_path)
-    assert check([outcome(104.9), outcome(190.0, other)], tmp_path).holds
-    verdict = check([outcome(106.0), outcome(190.0, other)], tmp_path)
-    slower = [line for line in verdict.lines if line.startswith("slower")]
-    assert not verdict.holds and len(slower) == 1
-    assert (
-        "hd128-4k-full ours bfloat16, 106.0 us, recorded 100.0 (then); 1.060 times by time, 1.05 allowed" in slower[0]
-    )
-    assert check([outcome(106.0)], tmp_path, "--tolerance", "0.07").holds
-    assert "Checked 2 of 2 against then by kernel time" in verdict.lines[0]
-
-
-def test_the_newest_record_of_the_same_gpu_type_and_shape_counts(tmp_path):
-    keep(outcome(50.0), tmp_path, commit="old")
-    keep(outcome(100.0), tmp_path)
-    keep(outcome(50.0, graph=False), tmp_path)
-    keep(outcome(50.0), tmp_path, gpu="NVIDIA H200 NVL")
-    keep(outcome(50.0, dtype="float16"), tmp_path)
-    keep(outcome(50.0, impl="fa3"), tmp_path)
-    keep(outcome(50.0, NAMED["hd128-4k-causal"]), tmp_path)
-    assert check([outcome(101.0)], tmp_path).holds
-    assert not check([outcome(106.0)], tmp_path).holds
-    assert check([outcome(101.0), outcome(500.0, impl="fa3")], tmp_path).holds  # a peer's time is not ours to keep
-
-
-def test_a_run_with_fewer_rounds_is_no_baseline(tmp_path):
-    keep(outcome(100.0), tmp_path)
-    keep(outcome(50.0, rounds=options.QUICK.rounds), tmp_path, commit="quick")
-    keep(outcome(50.0, rounds=Pace.rounds - 1), tmp_path, commit="cut short")
-    assert "against then by" in check([outcome(101.0)], tmp_path).lines[0]
-    assert check([outcome(101.0, rounds=2)], tmp_path).holds
-    (path,) = tmp_path.rglob("*.jsonl")
-    old = {key: value for key, value in json.loads(path.read_text().splitlines()[0]).items() if key != "rounds"}
-    path.write_text(path.read_text() + json.dumps({**old, "graph_us": 90.0, "commit": "says nothing"}) + "\n")
-    verdict = check([outcome(101.0)], tmp_path)
-    assert not verdict.holds and "against says nothing by" in verdict.lines[0]
-
-
-def test_quick_says_how_many_rounds_by_itself(capsys):
-    with pytest.raises(SystemExit):
-        forward.parser().parse_args(["--quick", "--rounds", "9"])
-    assert "argument --rounds: not allowed with argument --quick" in capsys.readouterr().err
-
-
-def test_accurate_and_fast_are_held_to_their_own_records(tmp_path):
-    accurate, fast = Config(2, 128, promotion=1), Config(2, 128)
-    keep(outcome(100.0, dtype=peers.FP8, config=accurate), tmp_path, "fp8")
-    keep(outcome(50.0, dtype=peers.FP8, config=fast), tmp_path, "fp8")
-
-    def both(accurate_us, fast_us):
-        mine = [outcome(accurate_us, dtype=peers.FP8, config=accurate), outcome(fast_us, dtype=peers.FP8, config=fast)]
-        return check(mine, tmp_path, suite="fp8")
-
-    assert both(101.0, 51.0).holds
-    (line,) = (line for line in both(101.0, 60.0).lines if line.startswith("slower"))
-    assert "float8_e4m3fn fast, 60.0 us" in line
-
-
-def test_against_cublas_takes_the_clock_out(tmp_path):
-    keep(outcome(100.0), tmp_path)
-    slow = dataclasses.replace(H200, origin=dataclasses.replace(H200.origin, cublas_tflops=720.0))
-    ten_percent = outcome(100.0 / 0.9)
-    assert not check([ten_percent], tmp_path, machine=slow).holds
-    assert check([ten_percent], tmp_path, "--against", "cublas", machine=slow).holds
-    assert not check([ten_percent], tmp_path, "--against", "cublas").holds
-
-
-def test_what_cannot_be_compared_is_no_success(tmp_path):
-    keep(outcome(100.0), tmp_path)
-    for mine in ([outcome(100.0, NAMED["tiny"])], [outcome(100.0, graph=False)], []):
-        assert not check(mine, tmp_path).holds
-    verdict = check([outcome(100.0), outcome(1.0, NAMED["tiny"])], tmp_path)
-    assert verdict.holds and "Not recorded yet, or without kernel time: tiny ours bfloat16" in verdict.lines
-
-
-@pytest.mark.parametrize(
-    "now, record, status, written", [(104.0, [], 0, 0), (106.0, [], 1, 0), (106.0, ["--record"], 1, 1)]
-)
-def test_forward_ends_with_1_where_it_is_slower_and_keeps_nothing(monkeypatch, tmp_path, now, record, status, written):
-    from bench.recorded import read
-
-    keep(outcome(100.0), tmp_path / "before")
-    monkeypatch.setattr(regression, "read", lambda gpu, suite, _: read(gpu, suite, tmp_path / "before"))
-    monkeypatch.setattr(forward, "open_machine", lambda device, commit: dataclasses.replace(H200, device="cpu"))
-    monkeypatch.setattr(forward, "measure", lambda *_: [outcome(now)])
-    given = ["--device", "cpu", "--shapes", POINT.name, "--impl", "ours", "--out", str(tmp_path / "after"), "--check"]
-    assert forward.main([*given, *record]) == status
-    assert len(read("h200", "forward", tmp_path / "after")) == written
-
-
-def test_a_run_that_is_recorded_is_not_held_to_itself(monkeypatch, tmp_path):
-    from bench.recorded import read
-
-    keep(outcome(100.0), tmp_path)
-    monkeypatch.setattr(regression, "read", lambda gpu, suite, _: read(gpu, suite, tmp_path))
-    monkeypatch.setattr(forward, "open_machine", lambda device, commit: dataclasses.replace(H200, device="cpu"))
-    monkeypatch.setattr(forward, "measure", lambda *_: [outcome(200.0)])
-    given = ["--device", "cpu", "--shapes", POINT.name, "--impl", "ours", "--out", str(tmp_path), "--check", "--record"]
-    assert forward.main(given) == 1
-    assert [r["graph_us"] for r in read("h200", "forward", tmp_path)] == [100.0, 200.0]
-
-
-@pytest.mark.parametrize("record, written", [([], False), (["--record"], True)])
-def test_fp8_without_anything_to_compare_fails_too(tmp_path, capsys, record, written):
-    given = ["--device", "cpu", "--shapes", "tiny", "--impl", "bf16", "--quick", "--check", "--out", str(tmp_path)]
-    assert fp8.main([*given, *record]) == 1
-    assert (tmp_path / "cpu" / "fp8.jsonl").exists() == written
-    assert "Checked 0 of 1 against nothing" in capsys.readouterr().out
-
-
-# FlashInfer
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_flashinfer_gets_flat_tensors_and_one_plan_a_problem(monkeypatch, causal):
-    plans = []
-
-    class Wrapper:
-        """Answers as the documentation of BatchPrefillWithRaggedKVCacheWrapper says."""
-
-        def __init__(self, workspace, kv_layout, backend):
-            assert workspace.dtype == torch.uint8 and (kv_layout, backend) == ("NHD", "fa3")
-
-        def plan(self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, *, head_dim_vo, causal, **types):
-            assert set(types.values()) == {torch.bfloat16} and qo_indptr.dtype == torch.int32
-            self.starts, self.causal = (qo_indptr.tolist(), kv_indptr.tolist()), causal
-            plans.append((num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, causal))
-
-        def run(self, q, k, v):
-            outs = []
-            for i in range(len(self.starts[0]) - 1):
-                of_q, of_k = (slice(starts[i], starts[i + 1]) for starts in self.starts)
-                outs.append(attention(q[None, of_q], k[None, of_k], v[None, of_k], causal=self.causal)[0][0])
-            return torch.cat(outs)
-
-    stand_in = ModuleType("flashinfer")
-    stand_in.BatchPrefillWithRaggedKVCacheWrapper = Wrapper
-    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
-    loaded, missing = peers.load(["flashinfer"])
-    assert not missing
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(3, n, h, d, dtype=torch.bfloat16) for n, h, d in ((5, 4, 64), (9, 2, 64), (9, 2, 32)))
-    want = attention(q, k, v, causal=causal)[0]
-    for _ in range(2):
-        torch.testing.assert_close(loaded["flashinfer"](q, k, v, causal), want, rtol=0, atol=0)
-    assert plans == [(4, 2, 64, 32, causal)]
-    loaded["flashinfer"](q, k, v, not causal)
-    assert len(plans) == 2
-
-
-def test_a_missing_flashinfer_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    loaded, missing = peers.load(["flashinfer"])
-    assert not loaded and missing["flashinfer"].startswith("ModuleNotFoundError: ")

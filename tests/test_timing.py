@@ -146,6 +146,67 @@ def test_a_graph_that_holds_nothing_is_refused(monkeypatch):
         timing.Graph([lambda: None], 5)
 
 
+def test_a_call_alone_is_the_median_of_single_replays_of_every_graph(monkeypatch):
+    fake, lengths = FakeCuda(monkeypatch), iter([0.06, 0.06, 0.010, 0.030, 0.011, 0.032, 0.012])
+
+    class Replayable:
+        def __init__(self):
+            made.append(self)
+
+        def replay(self):
+            replayed.append(made.index(self))
+            fake.clock += next(lengths)
+            fake.writes.fill_(1.0)
+
+    made, replayed = [], []
+    fake.writes = torch.zeros(4)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayable)
+    graph = timing.Alone([lambda: fake.writes, lambda: (fake.writes, "lse")])
+    assert graph.num_calls == 1 and replayed == [0, 1]  # each proves that it writes
+    assert graph.sample(5) == pytest.approx(12.0) and replayed[2:] == [0, 1, 0, 1, 0]
+
+
+def test_a_contender_may_be_measured_alone_and_inside_of_a_context(monkeypatch):
+    """The context is entered once a sample, not once a call, and outside of the clock."""
+    entered, inside = [], []
+
+    @contextlib.contextmanager
+    def backend():
+        entered.append(1)
+        yield
+        entered.append(-1)
+
+    def sample(kind, us):
+        def measured(calls, n, device="cuda"):
+            inside.append((kind, sum(entered)))
+            for _ in range(n):
+                calls[0]()
+            return us
+
+        return measured
+
+    class Single(FakeGraph):
+        def __init__(self, calls):
+            super().__init__(calls, 1)
+
+    monkeypatch.setattr(timing, "Graph", FakeGraph)
+    monkeypatch.setattr(timing, "Alone", Single)
+    monkeypatch.setattr(timing, "eager_sample", sample("eager", 100.0))
+    monkeypatch.setattr(timing, "host_sample", sample("host", 30.0))
+    FakeGraph.made.clear()
+    called = []
+    contenders = {"peer": [lambda: called.append(sum(entered))], "ours": [lambda: "fine"]}
+    result = timing.compare(contenders, rounds=2, rest=0.0, alone=("ours",), around={"peer": backend})
+    assert set(called) == {1}  # every call of the peer is inside, at the capture too
+    assert (result["peer"].graph_calls, result["ours"].graph_calls) == (200, 1)
+    assert inside.count(("eager", 1)) == 3 and inside.count(("host", 1)) == 2  # an estimate and two rounds
+    assert inside.count(("eager", 0)) == 3 and inside.count(("host", 0)) == 2
+    assert len(entered) / 2 == 6 < len(called) and FakeGraph.made[1].replays == [200, 200]
+    monkeypatch.undo()
+    cpu = timing.compare({"a": [lambda: None]}, rounds=1, rest=0.0, device="cpu")["a"]
+    assert cpu.graph_calls is None and cpu.note == "no CUDA device, no graph"
+
+
 def test_eager_time_is_the_median_of_single_calls_by_events(monkeypatch):
     fake = FakeCuda(monkeypatch)
     lengths = iter([1.0, 9.0, 2.0])

@@ -5,17 +5,22 @@ them alike, and a number is the median of its rounds with the quartiles as sprea
 without arguments, one for every set of inputs: they are used in rotation, so that small inputs do not sit in L2 from
 one call to the next (`num_input_sets` says how many that takes). All times are microseconds a call. Without a CUDA
 device only the wall clock is there: no kernel time, and eager time is host time.
+
+A graph holds many calls, which buries the gap between replays. Where the kernels of a call could begin under those of
+the one before it (programmatic dependent launch), a graph of one call, replayed alone, keeps them apart.
 """
 
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 Calls = Sequence[Callable[[], Any]]
+Around = Callable[[], AbstractContextManager]  # entered around a sample, so that no call in it pays for it
 MAX_GRAPH_CALLS = 200  # of one graph: enough to bury the gap between replays
 MAX_HOST_CALLS = 100  # far below the 1024 launches that the driver queues before it makes the host wait
 LONG_US = 10_000  # a call over this is timed once a sample: repeating it would only cost time
@@ -36,12 +41,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timing:
-    """What one contender took. `graph` is None where it could not be captured: `note` says why."""
+    """What one contender took. `graph` is None where it could not be captured: `note` says why. `graph_calls`: how many
+    calls a graph held; 1 is a call alone between two events.
+    """
 
     graph: Spread | None
     eager: Spread
     host: Spread
     note: str = ""
+    graph_calls: int | None = None
 
     @property
     def best_known(self) -> Spread:
@@ -136,6 +144,19 @@ class Graph:
         return _event_us(self.graph.replay, replays) / self.num_calls
 
 
+class Alone:
+    """Each call in a graph of its own; a sample is the median of single replays, each between two events."""
+
+    num_calls = 1
+
+    def __init__(self, calls: Calls) -> None:
+        self.replays = [Graph([call], 1).graph.replay for call in calls]
+
+    def sample(self, replays: int = 1) -> float:
+        """Microseconds a call. Every graph is replayed once at least."""
+        return eager_sample(self.replays, max(replays, len(self.replays)))
+
+
 def first_tensor(result: Any) -> Any:
     """The output of a call that returns (out, lse, ...) as of one that returns out."""
     return result[0] if isinstance(result, (tuple, list)) else result
@@ -183,21 +204,34 @@ def compare(
     seed: int = 0,
     deadline: float | None = None,
     device: str = "cuda",
+    alone: Collection[str] = (),
+    around: Mapping[str, Around] | None = None,
 ) -> dict[str, Timing]:
     """Times every contender by graph, eager and host clock, `seconds` to a graph sample, about a quarter of that to
-    an eager one.
+    an eager one. Of those in `alone` a graph holds one call; what `around` has of a contender is entered outside of the
+    clock, around its capture and each sample.
     """
     if not contenders:
         return {}
-    estimates = {name: _estimate_us(calls, device) for name, calls in contenders.items()}
-    graphs: dict[str, Graph] = {}
+
+    def within(name: str, work: Callable[..., Any], *given: Any) -> Callable[[], Any]:
+        def run() -> Any:
+            with (around or {}).get(name, nullcontext)():
+                return work(*given)
+
+        return run
+
+    estimates = {name: within(name, _estimate_us, calls, device)() for name, calls in contenders.items()}
+    graphs: dict[str, Graph | Alone] = {}
     notes: dict[str, str] = {}
     for name, calls in contenders.items():
         if device != "cuda":
             notes[name] = "no CUDA device, no graph"
             continue
+        count_of = max(len(calls), calls_for(estimates[name], seconds, MAX_GRAPH_CALLS))
         try:
-            graphs[name] = Graph(calls, max(len(calls), calls_for(estimates[name], seconds, MAX_GRAPH_CALLS)))
+            made = within(name, Alone, calls) if name in alone else within(name, Graph, calls, count_of)
+            graphs[name] = made()
         except Exception as error:  # CUDA's, or the contender's own about a stream that is being captured
             notes[name] = f"not captured: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
     replays = {
@@ -212,11 +246,11 @@ def compare(
         rounds, seed=seed, rest=rest, deadline=deadline,
     )  # fmt: skip
     by_events = interleave(
-        {name: partial(eager_sample, calls, count(name, 3), device) for name, calls in contenders.items()},
+        {name: within(name, eager_sample, calls, count(name, 3), device) for name, calls in contenders.items()},
         rounds, seed=seed, deadline=deadline,
     )  # fmt: skip
     by_clock = interleave(
-        {name: partial(host_sample, calls, count(name, 10), device) for name, calls in contenders.items()},
+        {name: within(name, host_sample, calls, count(name, 10), device) for name, calls in contenders.items()},
         min(rounds, 3), seed=seed, deadline=deadline,
     )  # fmt: skip
     return {
@@ -225,6 +259,7 @@ def compare(
             eager=spread(by_events[name]),
             host=spread(by_clock[name]),
             note=notes.get(name, ""),
+            graph_calls=graphs[name].num_calls if name in graphs else None,
         )
         for name in contenders
     }
