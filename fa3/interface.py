@@ -119,12 +119,13 @@ def flash_attn_func(
     if softmax_scale is not None and not isinstance(softmax_scale, float):
         check_scale(softmax_scale)
         softmax_scale = float(softmax_scale)
+    keeps_lse = return_attn_probs or return_lse
     if is_plain(q, k, v):
-        out, lse = launch.forward(q, k, v, softmax_scale, causal)
+        out, lse = launch.forward(q, k, v, softmax_scale, causal, keeps_lse)
     else:
         check_are_tensors(q=q, k=k, v=v)
         out, lse = _forward(q, k, v, default_scale(q) if softmax_scale is None else softmax_scale, causal)
-    return (out, lse) if return_attn_probs or return_lse else out
+    return (out, lse) if keeps_lse else out
 
 
 def flash_attn_qkvpacked_func(

@@ -13,7 +13,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa3
-from fa3 import ops
+from fa3 import launch, ops
 from fa3.testing.inputs import Case, lay_out, make, poison
 from fa3.testing.tolerance import expected
 
@@ -277,6 +277,46 @@ def test_a_captured_graph_replays_on_changed_inputs():
             x.fill_(math.nan)
         graph.replay()
         assert_equal(got, wanted)
+
+
+def test_calls_that_drop_their_lse_share_memory_and_give_the_same_bits():
+    """On two streams at once, and in a graph whose pool is gone from the cache, among calls that keep theirs."""
+    inputs = [make(Case(batch=2, seqlen_q=s, seqlen_k=s, heads_kv=2), "cuda") for s in (100, 300)]
+    wanted = [attend(*x) for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fa3.flash_attn_func(*inputs[0])  # plans during the capture
+    fa3.flash_attn_func(*inputs[1])
+    again = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(again):
+        shared = fa3.flash_attn_func(*inputs[1])
+    torch.cuda.empty_cache()
+    streams, results = [torch.cuda.Stream() for _ in inputs], []
+    for _ in range(50):
+        for x, (out, lse), stream in zip(inputs, wanted, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append((fa3.flash_attn_func(*x), out))
+                results.append((attend(*x)[1], lse))
+        graph.replay()
+        again.replay()
+    torch.cuda.synchronize()
+    assert_equal(*zip(*results, (captured, wanted[0][0]), (shared, wanted[1][0]), strict=True))
+
+
+@INDUCTOR
+def test_a_first_call_without_lse_inside_of_an_operator_that_a_graph_is_made_of():
+    """Whatever this call keeps must not be in the pool of the graph, which counts what is alive there."""
+    library = torch.library.Library("fa3_test", "FRAGMENT")
+    library.define("attention(Tensor q, Tensor k, Tensor v) -> Tensor")
+    library.impl("attention", lambda q, k, v: fa3.flash_attn_func(q, k, v), "CUDA")
+    torch.library.register_fake("fa3_test::attention", lambda q, k, v: torch.empty_like(q), lib=library)
+    torch._dynamo.reset()
+    launch._plans.clear()
+    launch._spares.clear()
+    compiled = torch.compile(lambda q, k, v: torch.ops.fa3_test.attention(q, k, v) + 1, mode="reduce-overhead")
+    for seed in range(4):
+        inputs = make(Case(seqlen_q=130, seqlen_k=130, seed=seed), "cuda")
+        torch.testing.assert_close(compiled(*inputs).clone(), fa3.flash_attn_func(*inputs) + 1, rtol=1e-2, atol=1e-2)
 
 
 def test_inputs_that_are_copied_are_copied_in_the_graph_too():
