@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, empty_like, float32, int32, zeros_like
 from torch.cuda import is_current_stream_capturing
 
-from fa3 import launch_fp8
 from fa3.device import chip
 from fa3.heuristics import config_of
 from fa3.kernels.compile import load
-from fa3.launch_fp8 import PLANS_MAX, REFUSALS
 from fa3.problem import (
     FP8,
     MAX_SCALE,
@@ -46,6 +44,8 @@ class Plan(NamedTuple):
     num_sms: int
 
 
+REFUSALS = (ValueError, TypeError)  # what the compiled function raises before it launches
+PLANS_MAX = 4096  # forgotten all together, so that ever new lengths do not fill the memory
 SPARE_BYTES = 256 * 1024  # of a device: the kernel of a larger LSE hides the host's time
 
 _plans: dict[tuple, Plan] = {}
@@ -65,7 +65,9 @@ def forward(
     plan = _plans.get(key)
     if plan is None:
         if q.dtype == FP8:
-            return launch_fp8.row_major(q, k, v, softmax_scale, causal)  # has plans of its own
+            from fa3.launch_fp8 import row_major  # has plans of its own
+
+            return row_major(q, k, v, softmax_scale, causal)
         plan = _plan(q, k, v, causal, keeps_lse)
         if len(_plans) >= PLANS_MAX:
             _plans.clear()

@@ -15,10 +15,9 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling
 
-from fa3 import launch, ops_fp8
+from fa3 import launch
 from fa3.device import ASSUMED
 from fa3.problem import FP8, check_gradients, check_scale, check_tensors, out_dtype, problem_of
-from fa3.quant.interface import from_descales
 from fa3.reference import tiled_attention
 
 _library = torch.library.Library("fa3", "DEF")
@@ -38,6 +37,9 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def _cpu(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     problem = problem_of(q, k, v, softmax_scale, causal)
     if q.dtype == FP8:
+        from fa3 import ops_fp8
+        from fa3.quant.interface import from_descales
+
         return ops_fp8.emulated(from_descales(q, k, v), softmax_scale, causal, problem.accumulation)
     if problem.is_empty:
         out, lse = q.new_zeros(problem.out_shape), q.new_empty(problem.lse_shape, dtype=lse_dtype(q.dtype))

@@ -93,6 +93,6 @@ def agree(call: Call) -> bool:
     if any(x.dim() != y for x, y in zip(tensors, (4, 4, 4, 4, 3), strict=True)):
         return False
     (batch, seqlen_q, heads, head_dim), (_, seqlen_k, heads_kv, head_dim_v) = call.q.shape, call.v.shape
-    shapes = [(batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads_kv, head_dim)]
-    shapes += [(batch, seqlen_k, heads_kv, head_dim_v), (batch, seqlen_q, heads, head_dim_v), (batch, heads, seqlen_q)]
-    return [tuple(x.shape) for x in tensors] == shapes and len({x.device for x in tensors}) == 1
+    outputs = [(batch, seqlen_q, heads, head_dim_v), (batch, heads, seqlen_q)]
+    inputs = [(batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads_kv, head_dim), tuple(call.v.shape)]
+    return [tuple(x.shape) for x in tensors] == [*inputs, *outputs] and len({x.device for x in tensors}) == 1
