@@ -20,7 +20,7 @@ from fa3.testing.timing import spread
 
 SUITE = "startup"
 SHAPE = Shape("first-call", 1, 1024, 1024, 8, 8, 128, 128, False)  # what first_call.py runs
-GOALS = {"cold": 10.0, "filled": 0.5}  # seconds
+GOALS = {"cold": 10.0, "filled": 0.15}  # seconds
 MODES = {"cold": "free", "filled": "forbidden"}
 PATIENCE = 300  # seconds for one process
 

@@ -397,13 +397,17 @@ def test_startup_takes_a_new_cache_for_each_cold_start(monkeypatch, tmp_path, ca
 
 
 @pytest.mark.parametrize("beyond, status", [(512, 0), (10**6, 1)])
-def test_host_fails_where_a_call_takes_more_than_its_outputs(monkeypatch, tmp_path, beyond, status):
+def test_host_fails_where_a_call_takes_more_than_its_outputs(monkeypatch, tmp_path, capsys, beyond, status):
     monkeypatch.setattr(host, "open_machine", lambda device, commit: open_machine("cpu", "abc"))
-    monkeypatch.setattr(host, "host_sample", lambda calls, n: 20.0)
+    monkeypatch.setattr(host, "host_sample", lambda calls, n: 14.0 if torch.is_grad_enabled() else 11.0)
     monkeypatch.setattr(host, "extra_bytes", lambda attention, shape, machine: host.output_bytes(shape) + beyond)
     assert host.main(["--rounds", "2", "--out", str(tmp_path)]) == status
     rows = read_records(tmp_path, "host")
-    assert [r["cpu_us"] for r in rows if r["impl"] == "ours"] == [20.0, None, None, None, None]
+    ours = [r for r in rows if r["impl"] == "ours"]
+    assert [r["cpu_us"] for r in ours] == [11.0, 14.0, None, None, None, None]
+    assert [r["config"]["gradients"] for r in ours[:2]] == ["off", "on"]
+    printed = capsys.readouterr().out
+    assert re.search(r"ours +│? *off +│? *11.0", printed) and re.search(r"ours +│? *on +│? *14.0", printed)
     assert [r["config"]["extra_bytes"] - r["config"]["o_lse_bytes"] for r in rows if r["cpu_us"] is None] == [
         beyond
     ] * 4

@@ -10,11 +10,12 @@ device only the wall clock is there: no kernel time, and eager time is host time
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+Name = TypeVar("Name", bound=Hashable)
 Calls = Sequence[Callable[[], Any]]
 MAX_GRAPH_CALLS = 200  # of one graph: enough to bury the gap between replays
 MAX_HOST_CALLS = 100  # far below the 1024 launches that the driver queues before it makes the host wait
@@ -69,13 +70,13 @@ def calls_for(call_us: float, seconds: float, at_most: int) -> int:
 
 
 def interleave(
-    measures: Mapping[str, Callable[[], float]],
+    measures: Mapping[Name, Callable[[], float]],
     rounds: int,
     *,
     seed: int = 0,
     rest: float = 0.0,
     deadline: float | None = None,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Samples of every measure: one a round, in an order drawn anew each round.
 
     `rest` seconds pass before each, so that all start from the same clocks. Past `deadline` (of time.monotonic) no
@@ -84,7 +85,7 @@ def interleave(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     draw = random.Random(seed)
-    samples: dict[str, list[float]] = {name: [] for name in measures}
+    samples: dict[Name, list[float]] = {name: [] for name in measures}
     for turn in range(rounds):
         if turn and deadline is not None and time.monotonic() >= deadline:
             break
