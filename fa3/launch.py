@@ -7,8 +7,8 @@ of a call and found again by one dictionary hit, so that a repeated call costs m
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -122,17 +122,13 @@ def _spare(device: torch.device, shape: tuple[int, ...]) -> Tensor | None:
     NOTE: never given back, because a captured graph keeps writing it. Not made during a capture, and made in a thread
     of its own, because what this one allocates while it warms up a graph, or uses a pool of the user, is in that pool.
     """
-    size = math.prod(shape)
-    if size * float32.itemsize > SPARE_BYTES:
+    size, limit = math.prod(shape), SPARE_BYTES // float32.itemsize
+    if size > limit:
         return None
     if device not in _spares:
         if is_current_stream_capturing():
             return None
-
-        def make() -> None:
-            _spares.setdefault(device, torch.empty(SPARE_BYTES // float32.itemsize, dtype=float32, device=device))
-
-        thread = threading.Thread(target=make)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as another:
+            made = another.submit(lambda: torch.empty(limit, dtype=float32, device=device)).result()
+        _spares.setdefault(device, made)
     return _spares[device][:size].view(shape)
