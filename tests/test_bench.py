@@ -396,6 +396,22 @@ def test_startup_takes_a_new_cache_for_each_cold_start(monkeypatch, tmp_path, ca
     assert "[red]" not in capsys.readouterr().out
 
 
+def test_a_first_call_may_keep_bytecode(monkeypatch):
+    """A session that forbids it would measure how fast Python compiles."""
+    seen = []
+
+    def run(command, env, **options):
+        seen.append((command[-1], env))
+        return SimpleNamespace(returncode=0, stdout='{"seconds": 0.125}', stderr="")
+
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(startup.subprocess, "run", run)
+    assert startup.first_call("forbidden", "/cache") == 0.125
+    ((mode, environment),) = seen
+    assert mode == "forbidden" and environment["FA3_CACHE_DIR"] == "/cache"
+    assert "PYTHONDONTWRITEBYTECODE" not in environment and "PYTHONDONTWRITEBYTECODE" in os.environ
+
+
 @pytest.mark.parametrize("beyond, status", [(512, 0), (10**6, 1)])
 def test_host_fails_where_a_call_takes_more_than_its_outputs(monkeypatch, tmp_path, capsys, beyond, status):
     monkeypatch.setattr(host, "open_machine", lambda device, commit: open_machine("cpu", "abc"))
