@@ -5,15 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fa3 import quant as quant
-    from fa3.interface import (
-        explain,
-        flash_attn_fp8_func,
-        flash_attn_func,
-        flash_attn_qkvpacked_func,
-        flash_attn_quantized_func,
-        is_available,
-        why_not,
-    )
+    from fa3.interface import explain, flash_attn_func, flash_attn_qkvpacked_func, is_available, why_not
+    from fa3.interface_fp8 import flash_attn_fp8_func, flash_attn_quantized_func
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,12 +18,14 @@ __all__ = [
     "is_available",
     "why_not",
 ]
+FP8 = {"flash_attn_fp8_func", "flash_attn_quantized_func"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'fa3' has no attribute {name!r}; it exports {', '.join(__all__)}")
-    value = getattr(import_module("fa3.interface"), name)
+    module = "fa3.interface_fp8" if name in FP8 else "fa3.interface"
+    value = getattr(import_module(module), name)
     globals()[name] = value  # the next access does not come here
     return value
 

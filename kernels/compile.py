@@ -17,9 +17,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fa3.kernels import cache, process
 from fa3.kernels.cache import clear as clear
@@ -27,7 +26,6 @@ from fa3.kernels.cache import entries as entries
 from fa3.kernels.key import ARCH, key, runtime_library
 from fa3.kernels.process import CompileError as CompileError
 from fa3.kernels.process import CompilerMissing as CompilerMissing
-from fa3.kernels.sass import launch_shared_bytes
 
 FUNCTION = "kernel"  # name of the host function in every object file
 INSTALL = "pip install 'nvidia-cutlass-dsl~=4.8.1' apache-tvm-ffi apache-tvm-ffi-orcjit"
@@ -37,8 +35,7 @@ class LoaderMissing(RuntimeError):
     """A compiled kernel cannot be linked here; the message says what to install."""
 
 
-@dataclass(frozen=True)
-class Inspection:
+class Inspection(NamedTuple):
     """A kernel freshly compiled to be looked at."""
 
     cubin: bytes
@@ -48,8 +45,7 @@ class Inspection:
     shared_bytes: int  # dynamic shared memory that the launch asks for
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """What a compile gives back. `key` is empty if the sources changed under it."""
 
     key: str
@@ -61,6 +57,7 @@ class Built:
 
 
 _linked: dict[tuple[Any, Any], Callable[..., None]] = {}
+_session: Any = None  # of ORC: every kernel of the process is linked in it
 _turns: dict[tuple[Any, Any], threading.Lock] = {}
 _told: set[str] = set()
 
@@ -124,6 +121,8 @@ def build(spec: Any, config: Any, look: bool) -> Built:
         code, name = file.read_bytes(), before if before == key(spec, config) else ""
         if not look:
             return Built(name, code, b"", "", seconds, 0)
+        from fa3.kernels.sass import launch_shared_bytes
+
         shared_bytes = launch_shared_bytes(str(compiled.ir_module))
         return Built(name, code, compiled.__cubin__, compiled.__ptx__, seconds, shared_bytes)
 
@@ -192,8 +191,13 @@ def _linker(spec: Any) -> Callable[[bytes], Callable[..., None]]:
         raise LoaderMissing(f"{library} cannot be loaded ({error}): {INSTALL}") from error
 
     def link(code: bytes) -> Callable[..., None]:
+        global _session
+        if _session is None:
+            # NOTE: without ORC's own runtime, which takes 2 ms to link and runs destructors when a library is closed:
+            # ours are never closed, and their only destructor unloads the kernel from the GPU.
+            _session = tvm_ffi_orcjit.ExecutionSession(orc_rt=None)
         # NOTE: cxx names the compiler whose C++ library a module needs. Ours need none; asking starts one (5 ms).
-        module = tvm_ffi_orcjit.default_session().load_module(code, keep_module_alive=True, cxx=os.devnull)
+        module = _session.load_module(code, keep_module_alive=True, cxx=os.devnull)
         return module.get_function(FUNCTION)
 
     return link
