@@ -13,6 +13,7 @@ from fa3.console import console, quiet_compiler
 from fa3.heuristics import all_configs
 from fa3.kernels import compile as kernels
 from fa3.kernels.forward.config import FP8, TILES, Config, Spec, tile_for
+from fa3.kernels.key import target, toolkit, toolkit_is_a_guess
 from fa3.quant import listing
 
 Kernel = tuple[Any, Any]  # Spec and Config, of the forward or of what quantises
@@ -46,9 +47,16 @@ def run(arguments: argparse.Namespace) -> int:
     there = len(outcomes) - len(compiled) - len(failed)
     screen.print(
         f"{len(compiled)} compiled{mean}, {there} already there, {len(failed)} failed; "
-        f"{taken:.1f} s with {jobs} at a time; cache {kernels.directory()}",
+        f"{taken:.1f} s with {jobs} at a time; cache {kernels.directory()}, for {target()}",
         markup=False,
     )
+    if toolkit_is_a_guess():
+        screen.print(
+            "Several CUDA flavours are installed and no driver is here to choose by: a machine whose driver is older "
+            f"than {toolkit()} will not find these kernels. For it, compile where the extra cu13 is not installed.",
+            style="yellow",
+            markup=False,
+        )
     return 1 if failed else 0
 
 

@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -24,7 +25,7 @@ from typing import Any, Literal
 from fa3.kernels import cache, process
 from fa3.kernels.cache import clear as clear
 from fa3.kernels.cache import entries as entries
-from fa3.kernels.key import ARCH, key, runtime_library
+from fa3.kernels.key import ARCH, HOST_TARGETS, key, runtime_library
 from fa3.kernels.process import CompileError as CompileError
 from fa3.kernels.process import CompilerMissing as CompilerMissing
 from fa3.kernels.sass import launch_shared_bytes
@@ -120,12 +121,36 @@ def build(spec: Any, config: Any, look: bool) -> Built:
         compiled = cute.compile(function, *args, options=options)
         seconds = time.perf_counter() - start
         file = Path(folder, "kernel.o")
+        _make_portable(compiled.ir_module)
         compiled.export_to_c(str(file), function_name=FUNCTION)
         code, name = file.read_bytes(), before if before == key(spec, config) else ""
         if not look:
             return Built(name, code, b"", "", seconds, 0)
         shared_bytes = launch_shared_bytes(str(compiled.ir_module))
         return Built(name, code, compiled.__cubin__, compiled.__ptx__, seconds, shared_bytes)
+
+
+def _make_portable(module: Any) -> None:
+    """Have the host half made for every CPU of this kind: by itself the compiler takes the one that it runs on.
+
+    LLVM puts a function's own CPU and features in the place of the target machine's, each only where it is given.
+    """
+    from cutlass._mlir import ir
+
+    cpu, feature = HOST_TARGETS[platform.machine()]
+    with module.context:
+        attributes = {
+            "target_cpu": ir.StringAttr.get(cpu),
+            "target_features": ir.Attribute.parse(f'#llvm.target_features<["{feature}"]>'),
+        }
+
+        def mark(operation: Any) -> Any:
+            if operation.name == "llvm.func":
+                for name, value in attributes.items():
+                    operation.attributes[name] = value
+            return ir.WalkResult.ADVANCE
+
+        module.operation.walk(mark)
 
 
 def _first_load(spec: Any, config: Any) -> Callable[..., None]:

@@ -169,6 +169,19 @@ class TestCompile:
         status, out, _ = fa3(*arguments)
         assert status == 0 and f"0 compiled, {len(chosen)} already there" in " ".join(out.split())
 
+    @pytest.mark.parametrize("driver, libraries, guess", [(None, 2, True), (13, 2, False), (None, 1, False)])
+    def test_a_guessed_flavour_is_said(self, driver, libraries, guess, monkeypatch):
+        from fa3 import precompile
+        from fa3.kernels import key
+
+        found = [Path(f"/x/cu{n}/lib/{key.RUNTIME}") for n in (13, 12)][:libraries]
+        monkeypatch.setattr(key, "_runtime_libraries", lambda: found)
+        monkeypatch.setattr(key, "_driver_major", lambda: driver)
+        monkeypatch.setattr(precompile.kernels, "state", lambda *kernel: "disk")
+        _, out, _ = fa3("compile", "--head-dim", "192", "--head-dim-v", "128")
+        assert "CUDA flavour cu13" in " ".join(out.split())
+        assert ("driver is older than cu13 will not find these kernels" in " ".join(out.split())) == guess
+
     def test_a_failure_is_named_and_the_others_go_on(self, monkeypatch):
         from fa3 import precompile
 
