@@ -31,6 +31,7 @@ from fa3.kernels.process import CompilerMissing as CompilerMissing
 from fa3.kernels.sass import launch_shared_bytes
 
 FUNCTION = "kernel"  # name of the host function in every object file
+ROOM = 1 << 20  # bytes: an object file has up to 0.1 MB, PTX and cubin to look at 0.3 MB more
 INSTALL = "pip install 'nvidia-cutlass-dsl~=4.8.1' apache-tvm-ffi apache-tvm-ffi-orcjit"
 
 
@@ -112,7 +113,7 @@ def build(spec: Any, config: Any, look: bool) -> Built:
     except ImportError as error:
         raise CompilerMissing(f"compiling {spec!r} needs the CuTe DSL ({error}): {INSTALL}") from error
     entry = importlib.import_module(spec.entry)
-    with tempfile.TemporaryDirectory(prefix="fa3-") as folder:  # nobody else's: the compiler reads back what it dumps
+    with _workplace() as folder:
         options = f"--enable-tvm-ffi --gpu-arch {ARCH}"
         if look:
             options += f" --keep-ptx --keep-cubin --dump-dir {folder} remarks{{ptx}}"
@@ -128,6 +129,39 @@ def build(spec: Any, config: Any, look: bool) -> Built:
             return Built(name, code, b"", "", seconds, 0)
         shared_bytes = launch_shared_bytes(str(compiled.ir_module))
         return Built(name, code, compiled.__cubin__, compiled.__ptx__, seconds, shared_bytes)
+
+
+def _workplace() -> tempfile.TemporaryDirectory[str]:
+    """A new folder that is nobody else's (the compiler reads back what it dumps) and has room.
+
+    In TMPDIR, or where that is full or cannot be written in memory or beside the kernels. Raises CompileError.
+    """
+    tried = []
+    for place in (_temporary(), Path("/dev/shm"), cache.settings().directory):
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="fa3-", dir=place)
+            try:
+                trial = Path(folder.name, "trial")
+                trial.write_bytes(bytes(ROOM))
+                trial.unlink()
+                return folder
+            except OSError:
+                folder.cleanup()
+                raise
+        except OSError as error:
+            tried.append(f"{place} ({error.strerror})")
+    raise CompileError(
+        f"the compiler needs {ROOM >> 20} MB for its files and found no room in {', '.join(tried)}: "
+        "set TMPDIR to a folder with room"
+    )
+
+
+def _temporary() -> Path:
+    """Python's folder for temporary files; where it finds none that takes a byte, the one that was asked for."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return Path(os.environ.get("TMPDIR", "/tmp"))
 
 
 def _make_portable(module: Any) -> None:
