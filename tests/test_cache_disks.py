@@ -67,7 +67,7 @@ def test_an_empty_folder_that_is_read_only(tmp_path):
     out, err = ran(mounted(mounts, LOAD))
     assert out.splitlines() == ["True memory", "True memory", "[]"] and compiles() == 2
     assert len(err.splitlines()) == 1 and f"cannot be kept in {tmp_path}/cache (Read-only file system)" in err
-    fill = mounted(mounts, "import sys; from fa3.cli import main; sys.exit(main(['compile', '--head-dim', '64']))")
+    fill = mounted(mounts, "import sys; from fa3.cli import main; sys.exit(main(['compile', '--preset', 'deepseek']))")
     assert (fill.communicate()[1].strip(), fill.returncode) == (
         f"kernels cannot be kept in {tmp_path}/cache: Read-only file system",
         1,

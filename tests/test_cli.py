@@ -46,8 +46,11 @@ def test_version():
     [
         ((), "the following arguments are required: COMMAND"),
         (("train",), "argument COMMAND: invalid choice: 'train'"),
-        (("compile",), "compile: give --all, or some of --dtype"),
-        (("compile", "--all", "--head-dim", "64"), "compile: give --all, or some of --dtype"),
+        (("compile",), "compile: give --all, --preset, or some of --dtype"),
+        (("compile", "--all", "--head-dim", "64"), "compile: give --all, --preset, or some of --dtype"),
+        (("compile", "--all", "--preset", "vit"), "compile: give --all, --preset, or some of --dtype"),
+        (("compile", "--preset", "vit", "--head-dim", "64"), "compile: a preset has its head dims"),
+        (("compile", "--preset", "gpt2"), "argument --preset: invalid choice: 'gpt2'"),
         (("compile", "--head-dim-v", "64"), "compile: --head-dim-v needs --head-dim"),
         (("compile", "--all", "--jobs", "0"), "argument --jobs: '0' is not a whole number of at least 1"),
         (("check", "--device", "tpu"), "argument --device: invalid choice: 'tpu'"),
