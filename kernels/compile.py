@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -23,11 +24,12 @@ from typing import Any, Literal, NamedTuple
 from fa3.kernels import cache, process
 from fa3.kernels.cache import clear as clear
 from fa3.kernels.cache import entries as entries
-from fa3.kernels.key import ARCH, key, runtime_library
+from fa3.kernels.key import ARCH, HOST_TARGETS, key, runtime_library
 from fa3.kernels.process import CompileError as CompileError
 from fa3.kernels.process import CompilerMissing as CompilerMissing
 
 FUNCTION = "kernel"  # name of the host function in every object file
+ROOM = 1 << 20  # bytes: an object file has up to 0.1 MB, PTX and cubin to look at 0.3 MB more
 INSTALL = "pip install 'nvidia-cutlass-dsl~=4.8.1' apache-tvm-ffi apache-tvm-ffi-orcjit"
 
 
@@ -108,7 +110,7 @@ def build(spec: Any, config: Any, look: bool) -> Built:
     except ImportError as error:
         raise CompilerMissing(f"compiling {spec!r} needs the CuTe DSL ({error}): {INSTALL}") from error
     entry = importlib.import_module(spec.entry)
-    with tempfile.TemporaryDirectory(prefix="fa3-") as folder:  # nobody else's: the compiler reads back what it dumps
+    with _workplace() as folder:
         options = f"--enable-tvm-ffi --gpu-arch {ARCH}"
         if look:
             options += f" --keep-ptx --keep-cubin --dump-dir {folder} remarks{{ptx}}"
@@ -117,6 +119,7 @@ def build(spec: Any, config: Any, look: bool) -> Built:
         compiled = cute.compile(function, *args, options=options)
         seconds = time.perf_counter() - start
         file = Path(folder, "kernel.o")
+        _make_portable(compiled.ir_module)
         compiled.export_to_c(str(file), function_name=FUNCTION)
         code, name = file.read_bytes(), before if before == key(spec, config) else ""
         if not look:
@@ -125,6 +128,62 @@ def build(spec: Any, config: Any, look: bool) -> Built:
 
         shared_bytes = launch_shared_bytes(str(compiled.ir_module))
         return Built(name, code, compiled.__cubin__, compiled.__ptx__, seconds, shared_bytes)
+
+
+def _workplace() -> tempfile.TemporaryDirectory[str]:
+    """A new folder that is nobody else's (the compiler reads back what it dumps) and has room.
+
+    In TMPDIR, or where that is full or cannot be written in memory or beside the kernels. Raises CompileError.
+    """
+    tried = []
+    for place in (_temporary(), Path("/dev/shm"), cache.settings().directory):
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="fa3-", dir=place)
+            try:
+                trial = Path(folder.name, "trial")
+                trial.write_bytes(bytes(ROOM))
+                trial.unlink()
+                return folder
+            except OSError:
+                folder.cleanup()
+                raise
+        except OSError as error:
+            tried.append(f"{place} ({error.strerror})")
+    raise CompileError(
+        f"the compiler needs {ROOM >> 20} MB for its files and found no room in {', '.join(tried)}: "
+        "set TMPDIR to a folder with room"
+    )
+
+
+def _temporary() -> Path:
+    """Python's folder for temporary files; where it finds none that takes a byte, the one that was asked for."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return Path(os.environ.get("TMPDIR", "/tmp"))
+
+
+def _make_portable(module: Any) -> None:
+    """Have the host half made for every CPU of this kind: by itself the compiler takes the one that it runs on.
+
+    LLVM puts a function's own CPU and features in the place of the target machine's, each only where it is given.
+    """
+    from cutlass._mlir import ir
+
+    cpu, feature = HOST_TARGETS[platform.machine()]
+    with module.context:
+        attributes = {
+            "target_cpu": ir.StringAttr.get(cpu),
+            "target_features": ir.Attribute.parse(f'#llvm.target_features<["{feature}"]>'),
+        }
+
+        def mark(operation: Any) -> Any:
+            if operation.name == "llvm.func":
+                for name, value in attributes.items():
+                    operation.attributes[name] = value
+            return ir.WalkResult.ADVANCE
+
+        module.operation.walk(mark)
 
 
 def _first_load(spec: Any, config: Any) -> Callable[..., None]:
