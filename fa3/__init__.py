@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         is_available,
         why_not,
     )
+    from fa3.interface_varlen import flash_attn_varlen_func
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,15 +23,17 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_quantized_func",
+    "flash_attn_varlen_func",
     "is_available",
     "why_not",
 ]
+ELSEWHERE = {"flash_attn_varlen_func": "fa3.interface_varlen"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'fa3' has no attribute {name!r}; it exports {', '.join(__all__)}")
-    value = getattr(import_module("fa3.interface"), name)
+    value = getattr(import_module(ELSEWHERE.get(name, "fa3.interface")), name)
     globals()[name] = value  # the next access does not come here
     return value
 

@@ -75,14 +75,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal
     if current_device() != device:
         with torch.cuda.device(device):
             tickets = q.new_zeros(1, dtype=int32) if is_dynamic else None
-            _run(run, q, k, v, out, lse, None, None, tickets, scale_log2, num_sms)
+            _run(run, q, k, v, out, lse, None, None, None, tickets, scale_log2, num_sms)
     else:
         # NOTE: a counter of its own for every call: one that calls share would tie their streams together.
         tickets = q.new_zeros(1, dtype=int32) if is_dynamic else None
         try:
-            run(q, k, v, out, lse, None, None, tickets, scale_log2, num_sms)
+            run(q, k, v, out, lse, None, None, None, tickets, scale_log2, num_sms)
         except REFUSALS:
-            _run(run, q, k, v, out, lse, None, None, tickets, scale_log2, num_sms)
+            _run(run, q, k, v, out, lse, None, None, None, tickets, scale_log2, num_sms)
     return out, lse
 
 

@@ -17,6 +17,7 @@ class Call(NamedTuple):
     lse: torch.Tensor
     scales: tuple | None
     v_channel: torch.Tensor | None
+    ragged: tuple[torch.Tensor, ...] | None
     tickets: torch.Tensor | None
     scale_log2: float
     num_sms: int

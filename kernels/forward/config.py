@@ -24,6 +24,9 @@ class Spec:
     causal: bool
     dtype_o: str = ""  # of O where it is not that of Q: "bfloat16" or "float16"
     v_channel_scale: bool = False  # the columns of O have scales
+    ragged: bool = False  # sequences of any lengths one after the other: their offsets are run-time arguments
+    used_q: bool = False  # ragged: the lengths of queries are given apart from the offsets
+    used_k: bool = False  # ragged: those of keys are
 
     @property
     def is_fp8(self) -> bool:

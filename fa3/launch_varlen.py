@@ -1,0 +1,171 @@
+"""The ragged forward on CUDA tensors: as launch.py does it for dense ones, with plans of its own.
+
+A plan is made for heads, head dims, number of sequences, type, device and maximal lengths, not for total lengths. How
+long each sequence is only the device knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, float32, int32
+from torch.cuda import current_device
+
+from fa3.device import chip
+from fa3.heuristics import ragged_config_for, ragged_tiles
+from fa3.kernels.compile import load
+from fa3.kernels.forward.config import Spec
+from fa3.launch_fp8 import PLANS_MAX, REFUSALS
+from fa3.problem import MAX_SCALE, SIZE_MAX, check_chip, check_scale
+from fa3.problem_varlen import (
+    Sequences,
+    check_out,
+    check_ragged,
+    check_totals,
+    default_scale,
+    existing,
+    ragged_problem,
+)
+from fa3.reference import LOG2_E, SMALLEST_SCALE
+from fa3.tma import fitted, why_copied
+
+STEP = 16  # divides every size and limit by which a Config is chosen: lengths are as good as rounded up to it
+
+
+class Kernel(NamedTuple):
+    run: Callable[..., object]
+    is_dynamic: bool  # it takes a counter, 0 at its start
+
+
+class Plan(NamedTuple):
+    spec: Spec
+    tile_m: int
+    heads: int
+    head_dim_v: int
+    batch: int
+    scale_log2: float  # of the default scale
+    device: int
+    num_sms: int
+    kernels: dict[bool, Kernel]  # by whether a CTA has one tile at most
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    softmax_scale: float | None,
+    causal: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """O (total_q, Hq, Dv) in q's dtype, or out, and LSE (Hq, total_q) in fp32. Never waits for the device.
+
+    A new O whose sequences may leave rows unused (seqused_q) is 0 there, an LSE -inf. The compiled function looks in
+    every call at strides and addresses, and refuses, before it launches anything, what it cannot take.
+    """
+    plan = _plan_of(q, k, v, sequences, causal)
+    scale_log2 = plan.scale_log2
+    if softmax_scale is not None:
+        if not 0.0 <= softmax_scale <= MAX_SCALE:
+            check_scale(softmax_scale)
+        scale_log2 = max(softmax_scale, SMALLEST_SCALE) * LOG2_E
+    if out is not None:
+        check_out(q, v, out)
+    total_q, total_k = q.shape[0], k.shape[0]
+    if total_q == 0 or total_k == 0 or plan.batch == 0 or plan.heads == 0:
+        check_ragged(q, k, v, sequences)
+        return _nothing(q, plan, sequences, out)
+    if sequences.seqused_q is None:
+        made = q.new_empty((total_q, plan.heads, plan.head_dim_v)) if out is None else out
+        lse = q.new_empty((plan.heads, total_q), dtype=float32)
+    else:
+        made = q.new_zeros((total_q, plan.heads, plan.head_dim_v)) if out is None else out
+        lse = q.new_full((plan.heads, total_q), -math.inf, dtype=float32)
+    if current_device() != plan.device:
+        with torch.cuda.device(plan.device):
+            _launch(plan, q, k, v, sequences, made, lse, scale_log2)
+    else:
+        _launch(plan, q, k, v, sequences, made, lse, scale_log2)
+    return made, lse
+
+
+def _launch(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor, lse: Tensor, scale_log2: float
+) -> None:
+    tiles = ragged_tiles(q.shape[0], plan.tile_m, plan.heads, plan.batch)
+    if max(tiles, k.shape[0]) > SIZE_MAX:
+        check_totals(q.shape[0], k.shape[0], plan.heads, plan.batch, plan.tile_m)
+    is_one_tile = tiles <= plan.num_sms
+    kernel = plan.kernels.get(is_one_tile)
+    if kernel is None:
+        kernel = plan.kernels[is_one_tile] = _kernel(plan, q, k, sequences)
+    cu_q, cu_k, used_q, used_k, _, _ = sequences
+    ragged = (cu_q, cu_k, cu_q if used_q is None else used_q, cu_k if used_k is None else used_k)
+    # NOTE: a counter of its own for every call: one that calls share would tie their streams together.
+    tickets = q.new_zeros(1, dtype=int32) if kernel.is_dynamic else None
+    others = tickets, scale_log2, plan.num_sms
+    try:
+        kernel.run(q[None], k[None], v[None], out[None], lse[None], None, None, ragged, *others)
+    except REFUSALS:
+        check_ragged(q, k, v, sequences)
+        fits = not why_copied(out, out.data_ptr())
+        # NOTE: a copy of what is in out, because not every row is written.
+        place = fitted(out[None]) if fits else out[None].clone(memory_format=torch.contiguous_format)
+        lists = tuple(x if x.stride(0) == 1 else x.clone(memory_format=torch.contiguous_format) for x in ragged)
+        kernel.run(*(fitted(x[None]) for x in (q, k, v)), place, lse[None], None, None, lists, *others)
+        if not fits:
+            out.copy_(place[0])
+
+
+def _kernel(plan: Plan, q: Tensor, k: Tensor, sequences: Sequences) -> Kernel:
+    s, (total_q, heads, _) = sequences, q.shape
+    lengths = s.max_seqlen_q, s.max_seqlen_k, total_q
+    config = ragged_config_for(plan.spec, *lengths, heads, plan.batch, plan.num_sms)
+    return Kernel(load(plan.spec, config), config.dynamic)
+
+
+def _nothing(q: Tensor, plan: Plan, sequences: Sequences, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where no query sees a key. Of an out that was given only the rows of queries are written."""
+    total_q = q.shape[0]
+    lse = q.new_full((plan.heads, total_q), -math.inf, dtype=float32)
+    if out is None:
+        return q.new_zeros((total_q, plan.heads, plan.head_dim_v)), lse
+    return out.masked_fill_(existing(sequences, total_q)[:, None, None], 0.0), lse
+
+
+def _plan_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool) -> Plan:
+    cu_q, cu_k, used_q, used_k, max_q, max_k = sequences
+    key = (
+        q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, causal,
+        _looks(cu_q), _looks(cu_k), _looks(used_q), _looks(used_k), -(-max_q // STEP), -(-max_k // STEP),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plan(q, k, v, sequences, causal)
+        if len(_plans) >= PLANS_MAX:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _looks(tensor: Tensor | None) -> tuple[object, ...] | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool) -> Plan:
+    scale = default_scale(q)
+    problem = ragged_problem(q, k, v, sequences, scale, causal)
+    device = q.get_device()
+    found = chip(device)
+    check_chip(found)
+    s, p = sequences, problem
+    lengths = s.max_seqlen_q, s.max_seqlen_k, p.total_q
+    tile_m = ragged_config_for(p.spec, *lengths, p.heads, p.batch, found.num_sms).tile_m
+    scale_log2 = scale * LOG2_E
+    return Plan(p.spec, tile_m, p.heads, p.head_dim_v, p.batch, scale_log2, device, found.num_sms, {})
