@@ -53,13 +53,13 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, heads, head_dim), bfloat16 or float16 on a Hopper GPU.
-        k, v: (total_k, heads_kv, head_dim) and (total_k, heads_kv, head_dim_v) of q's dtype and device. Heads, head dims
-            and strides: as in `flash_attn_func`.
+        k, v: (total_k, heads_kv, head_dim) and (total_k, heads_kv, head_dim_v) of q's dtype and device. Heads, head
+            dims and strides: as in `flash_attn_func`.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) in int32 on q's device, ascending from 0 or more to total_q or total_k
             at most. Any sequence may have length 0, of queries, of keys or of both; batch may be 0.
-        max_seqlen_q, max_seqlen_k: bounds on the lengths, an int or a 0-d tensor, or None. They choose the kernel's tile
-            and change no other thing: a bound that is too large or too small costs speed at most. The value of a
-            tensor on the GPU is not read, and stands for long sequences as None does.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths, an int or a 0-d tensor, or None. They choose the kernel's
+            tile and change nothing else: a bound that is too large or too small costs speed at most. The value of a
+            tensor on the GPU is not read: it stands for long sequences, as None does.
         seqused_q, seqused_k: (batch,) in int32 on q's device, at least 0 and at most the lengths by cu_seqlens. What
             lies behind them is padding: never read, and in out never written.
         softmax_scale: finite, >= 0; by default 1 / sqrt(head_dim).
@@ -78,10 +78,10 @@ def flash_attn_varlen_func(
         rows before cu_seqlens_q[0] and from cu_seqlens_q[-1] on are no queries, and there both are uninitialised
         memory, as in FlashAttention-3. A given out keeps what it holds in rows that are no queries.
 
-    Nothing waits for the device, and what cu_seqlens and seqused hold may change when a captured CUDA graph is replayed;
-    make one call before the capture, which loads the kernel. CPU tensors run `fa3.reference.ragged_attention` in the
-    kernel's tiles, float32 and float64 too. A call allocates out and lse, and what it copies because TMA cannot take
-    it (see `flash_attn_func`).
+    Nothing waits for the device. What cu_seqlens and seqused hold may change between replays of a CUDA graph; make one
+    call before its capture, which loads the kernel. CPU tensors run `fa3.reference.ragged_attention` in the kernel's
+    tiles, float32 and float64 too. A call allocates out and lse, and copies of what TMA cannot take (see
+    `flash_attn_func`).
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it, its value and what is allowed. What

@@ -206,7 +206,7 @@ def _rows(side: str, offsets: Tensor, used: Tensor | None, total: int) -> Iterat
         if edge < before:
             what = f"ends at {before}, past total_{side}" if i == len(edges) else f"holds {edge} after {before}"
             raise ValueError(
-                f"cu_seqlens_{side} {what}; allowed: offsets that ascend from 0 or more to total_{side}, {total}, at most"
+                f"cu_seqlens_{side} {what}; allowed: ascending from 0 or more to at most total_{side}, {total}"
             )
     for i, (start, end) in enumerate(zip(edges, edges[1:])):
         length = end - start if used is None else int(used[i])
