@@ -111,14 +111,24 @@ def _launch(
     tickets = q.new_zeros(1, dtype=int32) if kernel.is_dynamic else None
     others = tickets, scale_log2, plan.num_sms
     try:
-        kernel.run(q[None], k[None], v[None], out[None], lse[None], None, None, ragged, *others)
+        kernel.run(
+            q.unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            out.unsqueeze(0),
+            lse.unsqueeze(0),
+            None,
+            None,
+            ragged,
+            *others,
+        )
     except REFUSALS:
         check_ragged(q, k, v, sequences)
         fits = not why_copied(out, out.data_ptr())
         # NOTE: a copy of what is in out, because not every row is written.
-        place = fitted(out[None]) if fits else out[None].clone(memory_format=torch.contiguous_format)
+        place = fitted(out.unsqueeze(0)) if fits else out.unsqueeze(0).clone(memory_format=torch.contiguous_format)
         lists = tuple(x if x.stride(0) == 1 else x.clone(memory_format=torch.contiguous_format) for x in ragged)
-        kernel.run(*(fitted(x[None]) for x in (q, k, v)), place, lse[None], None, None, lists, *others)
+        kernel.run(*(fitted(x.unsqueeze(0)) for x in (q, k, v)), place, lse.unsqueeze(0), None, None, lists, *others)
         if not fits:
             out.copy_(place[0])
 

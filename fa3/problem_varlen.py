@@ -94,7 +94,7 @@ def check_ragged(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
         _check_rank(name, tensor)
     if q.device == k.device == v.device and k.shape[0] != v.shape[0]:
         raise ValueError(f"k and v must have one total length, got k {k.shape[0]}, v {v.shape[0]}")
-    check_tensors(q[None], k[None], v[None])
+    check_tensors(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
     _check_sequences(sequences, q.device)
 
 
