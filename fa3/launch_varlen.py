@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, float32, int32
+from torch import Tensor, contiguous_format, float32, int32
 from torch.cuda import current_device
 
 from fa3.device import chip
@@ -30,7 +30,7 @@ from fa3.problem_varlen import (
     ragged_problem,
 )
 from fa3.reference import LOG2_E, SMALLEST_SCALE
-from fa3.tma import fitted, why_copied
+from fa3.tma import fitted
 
 STEP = 16  # divides every size and limit by which a Config is chosen: lengths are as good as rounded up to it
 
@@ -109,28 +109,24 @@ def _launch(
     ragged = (cu_q, cu_k, cu_q if used_q is None else used_q, cu_k if used_k is None else used_k)
     # NOTE: a counter of its own for every call: one that calls share would tie their streams together.
     tickets = q.new_zeros(1, dtype=int32) if kernel.is_dynamic else None
-    others = tickets, scale_log2, plan.num_sms
+    others = None, None, ragged, tickets, scale_log2, plan.num_sms
+    tensors = [t.unsqueeze(0) for t in (q, k, v, out, lse)]
     try:
-        kernel.run(
-            q.unsqueeze(0),
-            k.unsqueeze(0),
-            v.unsqueeze(0),
-            out.unsqueeze(0),
-            lse.unsqueeze(0),
-            None,
-            None,
-            ragged,
-            *others,
-        )
+        kernel.run(*tensors, *others)
     except REFUSALS:
         check_ragged(q, k, v, sequences)
-        fits = not why_copied(out, out.data_ptr())
-        # NOTE: a copy of what is in out, because not every row is written.
-        place = fitted(out.unsqueeze(0)) if fits else out.unsqueeze(0).clone(memory_format=torch.contiguous_format)
-        lists = tuple(x if x.stride(0) == 1 else x.clone(memory_format=torch.contiguous_format) for x in ragged)
-        kernel.run(*(fitted(x.unsqueeze(0)) for x in (q, k, v)), place, lse.unsqueeze(0), None, None, lists, *others)
-        if not fits:
-            out.copy_(place[0])
+        _launch_on_copies(kernel.run, tensors, others)
+
+
+def _launch_on_copies(run: Callable[..., object], tensors: list[Tensor], others: tuple) -> None:
+    """With tensors that the compiled function takes."""
+    q, k, v, out, lse = tensors
+    v_channel, scales, ragged, *rest = others
+    lists = tuple(x if x.stride(0) == 1 else x.clone(memory_format=contiguous_format) for x in ragged)
+    place = fitted(out)  # a copy holds what is in out, because not every row is written
+    run(fitted(q), fitted(k), fitted(v), place, lse, v_channel, scales, lists, *rest)
+    if place.data_ptr() != out.data_ptr():
+        out.copy_(place)
 
 
 def _kernel(plan: Plan, q: Tensor, k: Tensor, sequences: Sequences) -> Kernel:

@@ -37,6 +37,8 @@ class Recorder:
             call = Call(*arguments)
             if not all(takeable(x) and x.dtype == getattr(torch, spec.dtype) for x in call[:3]):
                 raise ValueError("as the compiled function does")
+            if spec.ragged and not fits_together(call):
+                raise ValueError("as the compiled function does")
             self.calls.append(call)
 
         return run
@@ -69,6 +71,12 @@ class Recorder:
 
         monkeypatch.setattr(torch.cuda, "device", Guard)
         return entered
+
+
+def fits_together(call: Call) -> bool:
+    """What a ragged kernel looks at besides: lengths of k and v, out, the lists."""
+    are_lists = all(x.dtype == torch.int32 and x.stride() == (1,) for x in call.ragged)
+    return are_lists and takeable(call.out) and call.k.shape[1] == call.v.shape[1]
 
 
 def takeable(x: torch.Tensor) -> bool:
