@@ -12,7 +12,7 @@ from fa3.testing.inputs import draw
 from fa3.testing.tolerance import Errors, Expected
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ragged:
     """The tensors of a call. Rows of q, k and v that belong to no sequence are NaN."""
 
