@@ -121,10 +121,10 @@ def _launch(
 def _launch_on_copies(run: Callable[..., object], tensors: list[Tensor], others: tuple) -> None:
     """With tensors that the compiled function takes."""
     q, k, v, out, lse = tensors
-    v_channel, scales, ragged, *rest = others
+    scales, v_channel, ragged, *rest = others
     lists = tuple(x if x.stride(0) == 1 else x.clone(memory_format=contiguous_format) for x in ragged)
     place = fitted(out)  # a copy holds what is in out, because not every row is written
-    run(fitted(q), fitted(k), fitted(v), place, lse, v_channel, scales, lists, *rest)
+    run(fitted(q), fitted(k), fitted(v), place, lse, scales, v_channel, lists, *rest)
     if place.data_ptr() != out.data_ptr():
         out.copy_(place)
 
