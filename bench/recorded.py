@@ -204,6 +204,11 @@ def one_run(records: Sequence[Record], shapes: Sequence[Shape], dtype: str, name
     raise NotWhole(f"no run has all {len(shapes)} shapes one after the other with {', '.join(names)} in {dtype}")
 
 
+def gradients(record: Record) -> str:
+    """Whether a host time is with gradients "on" or "off": all were off before that was recorded."""
+    return (record["config"] or {}).get("gradients", "off")
+
+
 class Records:
     """What is shown of one GPU, each part read when it is asked for. Raises NotRecorded where there is none.
 
@@ -256,7 +261,7 @@ class Records:
 
     @cached_property
     def host(self) -> list[Record]:
-        return self._of_newest("host", lambda r: r["impl"] if r["cpu_us"] else r["seqlen_q"])
+        return self._of_newest("host", lambda r: (r["impl"], gradients(r)) if r["cpu_us"] else r["seqlen_q"])
 
     @cached_property
     def startup(self) -> list[Record]:

@@ -39,11 +39,12 @@ FIGURES = {
     "forward": (Compared("graph_us", "us", ".1f"),),
     "fp8": (Compared("graph_us", "us", ".1f"),),
     "host": (Compared("cpu_us", "us of the host", ".1f"), Compared("extra_bytes", "bytes")),
+    "startup": (Compared("cpu_us", "us"),),
     "memory": (Compared("extra_bytes", "bytes"),),
     "traffic": (Compared("dram_bytes", "bytes of DRAM"), Compared("l2_bytes", "bytes from L2")),
     "accuracy": (Compared("rmse", "RMSE", ".3e"), Compared("rel_error", "relative error", ".3e")),
 }
-APART = {"traffic": ("warpgroups",), "accuracy": ("scales", "at")}
+APART = {"host": ("gradients",), "startup": ("cache",), "traffic": ("warpgroups",), "accuracy": ("scales", "at")}
 
 Baseline = Mapping[tuple[Any, ...], Sequence[Record]]  # the newest, by what makes two records comparable
 

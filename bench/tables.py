@@ -7,7 +7,7 @@ from bench.documents import table
 from bench.model import NoModel, of_record, utilization
 from bench.peers import PEERS
 from bench.plots import LOOKS, Errors
-from bench.recorded import NotRecorded, Point, Record, Records, dims, length, mask
+from bench.recorded import NotRecorded, Point, Record, Records, dims, gradients, length, mask
 from bench.shapes import GRID_HEAD_DIMS
 from fa3.device import HOPPER, Chip, named
 
@@ -242,10 +242,12 @@ def accuracy(records: Records) -> str:
 
 def host(records: Records) -> str:
     """What a call costs beside the kernel."""
-    times = {r["impl"]: r["cpu_us"] for r in records.host if r["cpu_us"]}
+    times = {r["impl"]: r["cpu_us"] for r in records.host if r["cpu_us"] and gradients(r) == "off"}
+    on = [r["cpu_us"] for r in records.host if r["cpu_us"] and gradients(r) == "on" and r["impl"] == "ours"]
     small = next(r for r in records.host if r["cpu_us"])
     names = sorted(times.keys() - {"ours"}, key=lambda name: times[name])
-    cells = [f"{times['ours']:.1f} us", ", ".join(f"{HOST_NAMES.get(n, LOOKS[n][0])} {times[n]:.1f}" for n in names)]
+    ours = f"{times['ours']:.1f} us{''.join(f' (with gradients on {us:.1f})' for us in on)}"
+    cells = [ours, ", ".join(f"{HOST_NAMES.get(n, LOOKS[n][0])} {times[n]:.1f}" for n in names)]
     sizes = f"B{small['batch']} S{small['seqlen_q']} H{small['heads']} hd{small['head_dim']}"
     beyond = max(r["config"]["extra_bytes"] - r["config"]["o_lse_bytes"] for r in records.host if not r["cpu_us"])
     more = f"; {beyond} bytes more where the grid is dynamic, for its counter" if beyond else ""

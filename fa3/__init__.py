@@ -5,15 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fa3 import quant as quant
-    from fa3.interface import (
-        explain,
-        flash_attn_fp8_func,
-        flash_attn_func,
-        flash_attn_qkvpacked_func,
-        flash_attn_quantized_func,
-        is_available,
-        why_not,
-    )
+    from fa3.interface import explain, flash_attn_func, flash_attn_qkvpacked_func, is_available, why_not
+    from fa3.interface_fp8 import flash_attn_fp8_func, flash_attn_quantized_func
     from fa3.interface_varlen import flash_attn_varlen_func
 
 __version__ = "0.1.0"
@@ -27,7 +20,11 @@ __all__ = [
     "is_available",
     "why_not",
 ]
-ELSEWHERE = {"flash_attn_varlen_func": "fa3.interface_varlen"}
+ELSEWHERE = {
+    "flash_attn_fp8_func": "fa3.interface_fp8",
+    "flash_attn_quantized_func": "fa3.interface_fp8",
+    "flash_attn_varlen_func": "fa3.interface_varlen",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from fa3 import __version__
 from fa3.heuristics import DTYPES
 from fa3.kernels.forward.config import FP8
+from fa3.presets import PRESETS, lines
 
 BENCH = "bench.suites"  # not of this package: it is there in a clone only
 NO_BENCH = 'the benchmarks stand in the repository: clone it, pip install -e ".[bench]" there, and run this there.'
@@ -36,9 +37,16 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--examples", type=positive, default=20, metavar="N", help="examples per property (default 20)")
     check.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if a Hopper GPU is here, else cpu")
 
-    fill = command("compile", "fa3.precompile", "Fill the kernel cache ahead of use; needs no GPU.")
+    raw = argparse.RawDescriptionHelpFormatter  # a table as it is
+    summary = "Fill the kernel cache ahead of use; needs no GPU."
+    fill = command("compile", "fa3.precompile", summary, epilog=lines(), formatter_class=raw)
     fill.add_argument("--all", action="store_true", help="every kernel that a call can ask for")
-    fill.add_argument("--dtype", choices=(*DTYPES, FP8), help="only this type of Q, K and V")
+    fill.add_argument(
+        "--preset", nargs="+", choices=PRESETS, metavar="NAME", help="every kernel of these models, below"
+    )
+    fill.add_argument(
+        "--dtype", choices=(*DTYPES, FP8), help="only this type of Q, K and V; in the place of a preset's"
+    )
     fill.add_argument("--head-dim", type=positive, metavar="D", help="only kernels for this head dim of Q and K")
     fill.add_argument("--head-dim-v", type=positive, metavar="D", help="head dim of V (default: that of Q and K)")
     fill.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only with (without) the causal mask")
@@ -51,9 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     root = parser()
     arguments = root.parse_args(argv)
     if arguments.command == "compile":
-        chosen = (arguments.dtype, arguments.head_dim, arguments.head_dim_v, arguments.causal)
-        if arguments.all == any(choice is not None for choice in chosen):
-            root.error("compile: give --all, or some of --dtype, --head-dim, --head-dim-v and --causal / --no-causal")
+        dims, others = (arguments.head_dim, arguments.head_dim_v), (arguments.dtype, arguments.causal)
+        is_chosen = any(choice is not None for choice in (*dims, *others, arguments.preset))
+        if arguments.all == is_chosen:
+            some = "some of --dtype, --head-dim, --head-dim-v and --causal / --no-causal"
+            root.error(f"compile: give --all, --preset, or {some}")
+        if arguments.preset and dims != (None, None):
+            root.error("compile: a preset has its head dims: give --preset or --head-dim")
         if arguments.head_dim_v is not None and arguments.head_dim is None:
             root.error("compile: --head-dim-v needs --head-dim")
     try:

@@ -61,7 +61,7 @@ def cache() -> list[tuple[str, str]]:
     """Where it is and how much it holds."""
     from fa3.heuristics import all_configs
     from fa3.kernels import compile as kernels
-    from fa3.kernels.key import ARCH, host_cpu, toolkit
+    from fa3.kernels.key import target
 
     found = kernels.entries()
     size = sum(entry.path.stat().st_size for entry in found)
@@ -72,7 +72,7 @@ def cache() -> list[tuple[str, str]]:
             "kernels",
             f"{len(found)} in {size:,} bytes; {usable} of the {len(list(all_configs()))} that a call can ask for",
         ),
-        ("they are made for", f"{ARCH}, CUDA flavour {toolkit()}, host CPU {host_cpu()}"),
+        ("they are made for", target()),
     ]
 
 

@@ -1,24 +1,23 @@
 """Validated tensors -> outputs, on the current stream of their device: allocate, fetch the compiled kernel, call it.
 
-What a call needs beyond its tensors (kernel, output shapes, device) is a Plan, made once for the shapes, types and
-devices of a call and found again by one dictionary hit, so that a repeated call costs microseconds of host time.
+What a call needs beyond its tensors (kernel, looks of the outputs) is a Plan, made once for the shapes, type and device
+of a call and found again by one dictionary hit, so that a repeated call costs microseconds of host time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, contiguous_format, empty_like, float32, int32
-from torch.cuda import current_device
+from torch import Tensor, empty_like, float32, int32, zeros_like
+from torch.cuda import is_current_stream_capturing
 
-from fa3 import launch_fp8
 from fa3.device import chip
 from fa3.heuristics import config_of
 from fa3.kernels.compile import load
-from fa3.launch_fp8 import PLANS_MAX, REFUSALS
 from fa3.problem import (
     FP8,
     MAX_SCALE,
@@ -34,72 +33,102 @@ from fa3.tma import fitted
 
 
 class Plan(NamedTuple):
-    run: Callable[..., object] | None  # None: an empty problem
-    out_shape: tuple[int, ...] | None  # None: q's
-    lse_shape: tuple[int, ...]
-    scale_log2: float  # of the default scale
-    device: int
-    num_sms: int
-    is_dynamic: bool  # the kernel takes a counter, 0 at its start
+    """NOTE: out, lse and tickets have sizes and no memory: empty_like of one takes half the time of new_empty."""
 
+    run: Callable[..., object] | None  # None: an empty problem
+    out: Tensor
+    lse: Tensor
+    makes_lse: bool  # else lse has memory: where an LSE goes that nobody asked for
+    tickets: Tensor | None  # the counter of a dynamic grid, 0 at its start
+    scale_log2: float  # of the default scale
+    num_sms: int
+
+
+REFUSALS = (ValueError, TypeError)  # what the compiled function raises before it launches
+PLANS_MAX = 4096  # forgotten all together, so that ever new lengths do not fill the memory
+SPARE_BYTES = 256 * 1024  # of a device: the kernel of a larger LSE hides the host's time
 
 _plans: dict[tuple, Plan] = {}
+_spares: dict[torch.device, Tensor] = {}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, keeps_lse: bool = True
+) -> tuple[Tensor, Tensor]:
     """O (B, Sq, Hq, Dv) in q's dtype and LSE (B, Hq, Sq) in fp32, both contiguous. Never waits for the device.
 
-    Strides, addresses and the dtypes of k and v are not part of the plan: the compiled function looks at them in every
-    call anyway and refuses, before it launches anything, what it cannot take. Only then are they looked at here.
+    Without keeps_lse any other call may write over the LSE. The compiled function looks in every call at what is not in
+    the key: before it launches anything it refuses a k or v of another dtype, device or size than the others say, and
+    strides and addresses that it cannot take. Only then are they looked at here. It changes to their device and back.
     """
-    key = (q.shape, k.shape, v.shape, q.dtype, q.device, k.device, v.device, causal)
+    key = (q.shape, v.shape, q.dtype, q.get_device(), causal, keeps_lse)
     plan = _plans.get(key)
     if plan is None:
         if q.dtype == FP8:
-            return launch_fp8.row_major(q, k, v, softmax_scale, causal)  # has plans of its own
-        plan = _plan(q, k, v, causal)
+            from fa3.launch_fp8 import row_major  # has plans of its own
+
+            return row_major(q, k, v, softmax_scale, causal)
+        plan = _plan(q, k, v, causal, keeps_lse)
         if len(_plans) >= PLANS_MAX:
             _plans.clear()
         _plans[key] = plan
-    run, out_shape, lse_shape, scale_log2, device, num_sms, is_dynamic = plan
+    run, out, lse, makes_lse, tickets, scale_log2, num_sms = plan
     if softmax_scale is not None:
         if not 0.0 <= softmax_scale <= MAX_SCALE:
             check_scale(softmax_scale)
         scale_log2 = max(softmax_scale, SMALLEST_SCALE) * LOG2_E
-    # NOTE: empty_like takes 4/5 of the time of new_empty.
-    out = empty_like(q, memory_format=contiguous_format) if out_shape is None else q.new_empty(out_shape)
-    lse = q.new_empty(lse_shape, dtype=float32)
+    out = empty_like(out)
+    if makes_lse:
+        lse = empty_like(lse)
     if run is None:
         check_tensors(q, k, v)
         return out.zero_(), lse.fill_(-math.inf)
-    if current_device() != device:
-        with torch.cuda.device(device):
-            tickets = q.new_zeros(1, dtype=int32) if is_dynamic else None
-            _run(run, q, k, v, out, lse, None, None, None, tickets, scale_log2, num_sms)
-    else:
+    if tickets is not None:
         # NOTE: a counter of its own for every call: one that calls share would tie their streams together.
-        tickets = q.new_zeros(1, dtype=int32) if is_dynamic else None
-        try:
-            run(q, k, v, out, lse, None, None, None, tickets, scale_log2, num_sms)
-        except REFUSALS:
-            _run(run, q, k, v, out, lse, None, None, None, tickets, scale_log2, num_sms)
+        tickets = zeros_like(tickets)
+    try:
+        run(q, k, v, out, lse, None, None, None, tickets, scale_log2, num_sms)
+    except REFUSALS:
+        check_tensors(q, k, v)
+        run(fitted(q), fitted(k), fitted(v), out, lse, None, None, None, tickets, scale_log2, num_sms)
     return out, lse
 
 
-def _run(run: Callable[..., object], q: Tensor, k: Tensor, v: Tensor, *others: object) -> None:
-    """With tensors that the compiled function takes, or the error that says why they cannot be had."""
-    check_tensors(q, k, v)
-    run(fitted(q), fitted(k), fitted(v), *others)
-
-
-def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Plan:
+def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool, keeps_lse: bool) -> Plan:
     scale = default_scale(q)
     problem = problem_of(q, k, v, scale, causal)
-    device = q.get_device()
-    found = chip(device)
+    found = chip(q.get_device())
     check_chip(found)
     config = config_of(problem, found.num_sms)
     check_sizes(problem, config)
     run = None if problem.is_empty else load(problem.spec, config)
-    out_shape = None if problem.out_shape == q.shape else problem.out_shape
-    return Plan(run, out_shape, problem.lse_shape, scale * LOG2_E, device, found.num_sms, config.dynamic)
+    out = _without_memory(q, problem.out_shape)
+    tickets = _without_memory(q, (1,), int32) if config.dynamic else None
+    spare = None if keeps_lse or problem.is_empty else _spare(q.device, problem.lse_shape)
+    lse = _without_memory(q, problem.lse_shape, float32) if spare is None else spare
+    return Plan(run, out, lse, spare is None, tickets, scale * LOG2_E, found.num_sms)
+
+
+def _without_memory(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """NOTE: a plan that held memory would hold it in the pool of the CUDA graph during whose capture it was made."""
+    made = like.new_empty(shape, dtype=dtype)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def _spare(device: torch.device, shape: tuple[int, ...]) -> Tensor | None:
+    """Memory that all calls on the device share, on whatever stream: it is written and never read. None: a large LSE.
+
+    NOTE: never given back, because a captured graph keeps writing it. Not made during a capture, and made in a thread
+    of its own, because what this one allocates while it warms up a graph, or uses a pool of the user, is in that pool.
+    """
+    size, limit = math.prod(shape), SPARE_BYTES // float32.itemsize
+    if size > limit:
+        return None
+    if device not in _spares:
+        if is_current_stream_capturing():
+            return None
+        with ThreadPoolExecutor(1) as another:
+            made = another.submit(lambda: torch.empty(limit, dtype=float32, device=device)).result()
+        _spares.setdefault(device, made)
+    return _spares[device][:size].view(shape)

@@ -16,6 +16,7 @@ from torch.cuda import current_device
 from fa3.device import chip
 from fa3.heuristics import ACCUMULATIONS, config_of
 from fa3.kernels.compile import load
+from fa3.launch import PLANS_MAX, REFUSALS
 from fa3.problem import MAX_SCALE, check_chip, check_scale, check_sizes, check_tensors, default_scale
 from fa3.problem_fp8 import check_quantized, quantized_problem
 from fa3.quant.formats import QuantizedQKV
@@ -23,9 +24,6 @@ from fa3.quant.interface import from_descales
 from fa3.quant.launch import prepare
 from fa3.reference import LOG2_E, SMALLEST_SCALE
 from fa3.tma import fitted
-
-REFUSALS = (ValueError, TypeError)  # what the compiled function raises before it launches
-PLANS_MAX = 4096  # forgotten all together, so that ever new lengths do not fill the memory
 
 
 class Plan(NamedTuple):

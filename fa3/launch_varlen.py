@@ -10,17 +10,16 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, contiguous_format, float32, int32
-from torch.cuda import current_device
 
 from fa3.device import chip
 from fa3.heuristics import ragged_config_for, ragged_tiles
 from fa3.kernels.compile import load
 from fa3.kernels.forward.config import Spec
-from fa3.launch_fp8 import PLANS_MAX, REFUSALS
+from fa3.launch import PLANS_MAX, REFUSALS
 from fa3.problem import MAX_SCALE, SIZE_MAX, check_chip, check_scale
 from fa3.problem_varlen import (
+    TOTAL_MAX,
     Sequences,
     check_out,
     check_ragged,
@@ -47,7 +46,6 @@ class Plan(NamedTuple):
     head_dim_v: int
     batch: int
     scale_log2: float  # of the default scale
-    device: int
     num_sms: int
     kernels: dict[bool, Kernel]  # by whether a CTA has one tile at most
 
@@ -67,7 +65,7 @@ def forward(
     """O (total_q, Hq, Dv) in q's dtype, or out, and LSE (Hq, total_q) in fp32. Never waits for the device.
 
     A new O whose sequences may leave rows unused (seqused_q) is 0 there, an LSE -inf. The compiled function looks in
-    every call at strides and addresses, and refuses, before it launches anything, what it cannot take.
+    every call at what is in no plan's key, as in launch.py, at the lists too, and refuses what it cannot take.
     """
     plan = _plan_of(q, k, v, sequences, causal)
     scale_log2 = plan.scale_log2
@@ -87,11 +85,7 @@ def forward(
     else:
         made = q.new_zeros((total_q, plan.heads, plan.head_dim_v)) if out is None else out
         lse = q.new_full((plan.heads, total_q), -math.inf, dtype=float32)
-    if current_device() != plan.device:
-        with torch.cuda.device(plan.device):
-            _launch(plan, q, k, v, sequences, made, lse, scale_log2)
-    else:
-        _launch(plan, q, k, v, sequences, made, lse, scale_log2)
+    _launch(plan, q, k, v, sequences, made, lse, scale_log2)
     return made, lse
 
 
@@ -99,14 +93,16 @@ def _launch(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor, lse: Tensor, scale_log2: float
 ) -> None:
     tiles = ragged_tiles(q.shape[0], plan.tile_m, plan.heads, plan.batch)
-    if max(tiles, k.shape[0]) > SIZE_MAX:
+    if tiles > SIZE_MAX or q.shape[0] > TOTAL_MAX or k.shape[0] > TOTAL_MAX:
         check_totals(q.shape[0], k.shape[0], plan.heads, plan.batch, plan.tile_m)
     is_one_tile = tiles <= plan.num_sms
     kernel = plan.kernels.get(is_one_tile)
     if kernel is None:
         kernel = plan.kernels[is_one_tile] = _kernel(plan, q, k, sequences)
     cu_q, cu_k, used_q, used_k, _, _ = sequences
-    ragged = (cu_q, cu_k, cu_q if used_q is None else used_q, cu_k if used_k is None else used_k)
+    # Two that are None, or one, are not read: what stands for them has the size that the compiled function expects.
+    stand_in = cu_q if used_q is used_k else used_k if used_q is None else used_q
+    ragged = (cu_q, cu_k, stand_in if used_q is None else used_q, stand_in if used_k is None else used_k)
     # NOTE: a counter of its own for every call: one that calls share would tie their streams together.
     tickets = q.new_zeros(1, dtype=int32) if kernel.is_dynamic else None
     others = None, None, ragged, tickets, scale_log2, plan.num_sms
@@ -146,11 +142,10 @@ def _nothing(q: Tensor, plan: Plan, sequences: Sequences, out: Tensor | None) ->
 
 
 def _plan_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool) -> Plan:
-    cu_q, cu_k, used_q, used_k, max_q, max_k = sequences
-    key = (
-        q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, causal,
-        _looks(cu_q), _looks(cu_k), _looks(used_q), _looks(used_k), -(-max_q // STEP), -(-max_k // STEP),
-    )  # fmt: skip
+    cu_q, _, used_q, used_k, max_q, max_k = sequences
+    used = None if used_q is None else used_q.shape, None if used_k is None else used_k.shape
+    bounds = -(-max_q // STEP), -(-max_k // STEP)
+    key = (q.shape[1:], v.shape[1:], q.dtype, q.get_device(), causal, cu_q.shape, used, bounds)
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(q, k, v, sequences, causal)
@@ -160,18 +155,13 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool
     return plan
 
 
-def _looks(tensor: Tensor | None) -> tuple[object, ...] | None:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
-
-
 def _plan(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool) -> Plan:
     scale = default_scale(q)
     problem = ragged_problem(q, k, v, sequences, scale, causal)
-    device = q.get_device()
-    found = chip(device)
+    found = chip(q.get_device())
     check_chip(found)
     s, p = sequences, problem
     lengths = s.max_seqlen_q, s.max_seqlen_k, p.total_q
     tile_m = ragged_config_for(p.spec, *lengths, p.heads, p.batch, found.num_sms).tile_m
     scale_log2 = scale * LOG2_E
-    return Plan(p.spec, tile_m, p.heads, p.head_dim_v, p.batch, scale_log2, device, found.num_sms, {})
+    return Plan(p.spec, tile_m, p.heads, p.head_dim_v, p.batch, scale_log2, found.num_sms, {})

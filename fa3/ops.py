@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import _C, Tensor, is_grad_enabled
+from torch import Tensor, is_grad_enabled
+from torch._C import _AutoDispatchBelowAutograd, _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling
 
-from fa3 import launch, ops_fp8
+from fa3 import launch
 from fa3.device import ASSUMED
 from fa3.problem import FP8, check_gradients, check_scale, check_tensors, out_dtype, problem_of
-from fa3.quant.interface import from_descales
 from fa3.reference import tiled_attention
 
 _library = torch.library.Library("fa3", "DEF")
@@ -36,6 +37,9 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def _cpu(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     problem = problem_of(q, k, v, softmax_scale, causal)
     if q.dtype == FP8:
+        from fa3 import ops_fp8
+        from fa3.quant.interface import from_descales
+
         return ops_fp8.emulated(from_descales(q, k, v), softmax_scale, causal, problem.accumulation)
     if problem.is_empty:
         out, lse = q.new_zeros(problem.out_shape), q.new_empty(problem.lse_shape, dtype=lse_dtype(q.dtype))
@@ -65,7 +69,7 @@ def _autograd(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: boo
         check_gradients(q, k, v)
     if forward_ad._current_level >= 0:
         check_tangents(q, k, v)
-    with _C._AutoDispatchBelowAutograd():
+    with _AutoDispatchBelowAutograd():
         return _forward(q, k, v, softmax_scale, causal)
 
 
@@ -83,9 +87,9 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         and not (q.is_neg() or k.is_neg() or v.is_neg())  # a sign that is not in memory yet
         and not (q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor())
-        and _C._len_torch_dispatch_stack() == 0
-        and _C._functorch.maybe_current_level() is None
-        and _C._get_tracing_state() is None
+        and _len_torch_dispatch_stack() == 0
+        and maybe_current_level() is None
+        and _get_tracing_state() is None
         and forward_ad._current_level < 0
         and not profiler._is_profiler_enabled
     )

@@ -1,6 +1,7 @@
 """`python -m fa3 compile`: have kernels on disk before anybody calls them; needs no GPU."""
 
 import argparse
+import itertools
 import os
 import tempfile
 import time
@@ -13,6 +14,8 @@ from fa3.console import console, quiet_compiler
 from fa3.heuristics import all_configs
 from fa3.kernels import compile as kernels
 from fa3.kernels.forward.config import FP8, TILES, Config, Spec, tile_for
+from fa3.kernels.key import target, toolkit, toolkit_is_a_guess
+from fa3.presets import PRESETS
 from fa3.quant import listing
 
 Kernel = tuple[Any, Any]  # Spec and Config, of the forward or of what quantises
@@ -30,7 +33,10 @@ class Outcome:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    chosen = list(select(arguments.dtype, arguments.head_dim, arguments.head_dim_v, arguments.causal))
+    if arguments.preset:
+        chosen = of_presets(arguments.preset, arguments.dtype, arguments.causal)
+    else:
+        chosen = list(select(arguments.dtype, arguments.head_dim, arguments.head_dim_v, arguments.causal))
     jobs = arguments.jobs or min(MAX_JOBS, os.cpu_count() or 1)
     screen = console()
     check_writable()
@@ -46,9 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
     there = len(outcomes) - len(compiled) - len(failed)
     screen.print(
         f"{len(compiled)} compiled{mean}, {there} already there, {len(failed)} failed; "
-        f"{taken:.1f} s with {jobs} at a time; cache {kernels.directory()}",
+        f"{taken:.1f} s with {jobs} at a time; cache {kernels.directory()}, for {target()}",
         markup=False,
     )
+    if toolkit_is_a_guess():
+        screen.print(
+            "Several CUDA flavours are installed and no driver is here to choose by: a machine whose driver is older "
+            f"than {toolkit()} will not find these kernels. For it, compile where the extra cu13 is not installed.",
+            style="yellow",
+            markup=False,
+        )
     return 1 if failed else 0
 
 
@@ -81,6 +94,23 @@ def select(
             yield spec, config
     if dtype in (None, FP8) and (wanted is None or listing.are_served(wanted)):
         yield from listing.all_kernels([wanted] if wanted else TILES)
+
+
+def of_presets(names: list[str], dtype: str | None = None, causal: bool | None = None) -> list[Kernel]:
+    """The kernels of these presets, of another type or with one mask only where these are given.
+
+    FP8 serves fewer head dims: the others are left out. Exits with one sentence where nothing is left.
+    """
+    found: dict[Kernel, None] = {}  # as a set that keeps the order
+    for preset in (PRESETS[name] for name in names):
+        for kind in (dtype,) if dtype else preset.dtypes:
+            dims = [d for d in preset.head_dims if kind != FP8 or listing.are_served(d)]
+            masks = [mask for mask in preset.masks if causal in (None, mask)]
+            for (head_dim, head_dim_v), mask in itertools.product(dims, masks):
+                found |= dict.fromkeys(select(kind, head_dim, head_dim_v, mask))
+    if not found:
+        raise SystemExit(f"no kernel of {' and '.join(names)} is {'' if causal else 'not '}causal")
+    return list(found)
 
 
 def _tile(wanted: tuple[int, int], dtype: str | None) -> tuple[int, int]:

@@ -26,6 +26,8 @@ from fa3.problem import (
     check_tensors,
 )
 
+TOTAL_MAX = 2**30  # rows that the kernel finds a sequence among
+
 
 class Sequences(NamedTuple):
     """Where the sequences lie and how long they are: int32 tensors on the device of q, of `batch` sequences."""
@@ -155,8 +157,8 @@ def check_out(q: Tensor, v: Tensor, out: Tensor) -> None:
 def check_totals(total_q: int, total_k: int, heads: int, batch: int, tile_m: int) -> None:
     """What the device counts in 32 bits."""
     for name, size in (("total_q", total_q), ("total_k", total_k)):
-        if size > SIZE_MAX:
-            raise ValueError(f"{name} is {size}; allowed: at most {SIZE_MAX}")
+        if size > TOTAL_MAX:
+            raise ValueError(f"{name} is {size}; allowed: at most {TOTAL_MAX}")
     tiles = ragged_tiles(total_q, tile_m, heads, batch)
     if tiles > SIZE_MAX:
         raise ValueError(

@@ -13,12 +13,8 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import filelock
-import platformdirs
+from typing import Any, NamedTuple
 
 MAGIC = b"fa3-kernel-1 "
 SUFFIX = ".kernel"
@@ -26,16 +22,14 @@ LOCK_SECONDS = 120.0  # far more than a compile takes
 LEFTOVER_SECONDS = 3600.0  # a temporary file of this age belongs to a process that was killed
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What the environment says."""
 
     directory: Path  # FA3_CACHE_DIR, else the platform's cache folder for this user
     quiet: bool  # FA3_QUIET, anything but empty or 0: no line when a compile takes long
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A kernel on disk, as it is shown."""
 
     key: str
@@ -48,12 +42,18 @@ class Entry:
 
 def settings() -> Settings:
     """Read at each use, so that a program may set the variables after it imported this."""
-    folder = os.environ.get("FA3_CACHE_DIR") or platformdirs.user_cache_dir("fa3", appauthor=False)
+    folder = os.environ.get("FA3_CACHE_DIR") or _folder_of_user()
     try:
         directory = Path(folder).expanduser()
     except RuntimeError as error:
         raise ValueError(f"FA3_CACHE_DIR is {folder!r}: {error}") from None
     return Settings(directory, os.environ.get("FA3_QUIET", "") not in ("", "0"))
+
+
+def _folder_of_user() -> str:
+    import platformdirs
+
+    return platformdirs.user_cache_dir("fa3", appauthor=False)
 
 
 def path(key: str) -> Path:
@@ -87,6 +87,8 @@ def write(key: str, spec: Any, config: Any, code: bytes) -> Path:
 @contextlib.contextmanager
 def lock(key: str) -> Iterator[None]:
     """One process at a time; see the module's docstring for when it lets several through."""
+    import filelock  # NOTE: 13 ms, which a kernel that is there need not wait for
+
     held = None
     with contextlib.suppress(OSError, NotImplementedError):
         settings().directory.mkdir(parents=True, exist_ok=True)

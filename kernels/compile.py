@@ -12,24 +12,24 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import platform
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fa3.kernels import cache, process
 from fa3.kernels.cache import clear as clear
 from fa3.kernels.cache import entries as entries
-from fa3.kernels.key import ARCH, key, runtime_library
+from fa3.kernels.key import ARCH, HOST_TARGETS, key, runtime_library
 from fa3.kernels.process import CompileError as CompileError
 from fa3.kernels.process import CompilerMissing as CompilerMissing
-from fa3.kernels.sass import launch_shared_bytes
 
 FUNCTION = "kernel"  # name of the host function in every object file
+ROOM = 1 << 20  # bytes: an object file has up to 0.1 MB, PTX and cubin to look at 0.3 MB more
 INSTALL = "pip install 'nvidia-cutlass-dsl~=4.8.1' apache-tvm-ffi apache-tvm-ffi-orcjit"
 
 
@@ -37,8 +37,7 @@ class LoaderMissing(RuntimeError):
     """A compiled kernel cannot be linked here; the message says what to install."""
 
 
-@dataclass(frozen=True)
-class Inspection:
+class Inspection(NamedTuple):
     """A kernel freshly compiled to be looked at."""
 
     cubin: bytes
@@ -48,8 +47,7 @@ class Inspection:
     shared_bytes: int  # dynamic shared memory that the launch asks for
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """What a compile gives back. `key` is empty if the sources changed under it."""
 
     key: str
@@ -61,6 +59,7 @@ class Built:
 
 
 _linked: dict[tuple[Any, Any], Callable[..., None]] = {}
+_session: Any = None  # of ORC: every kernel of the process is linked in it
 _turns: dict[tuple[Any, Any], threading.Lock] = {}
 _told: set[str] = set()
 
@@ -111,7 +110,7 @@ def build(spec: Any, config: Any, look: bool) -> Built:
     except ImportError as error:
         raise CompilerMissing(f"compiling {spec!r} needs the CuTe DSL ({error}): {INSTALL}") from error
     entry = importlib.import_module(spec.entry)
-    with tempfile.TemporaryDirectory(prefix="fa3-") as folder:  # nobody else's: the compiler reads back what it dumps
+    with _workplace() as folder:
         options = f"--enable-tvm-ffi --gpu-arch {ARCH}"
         if look:
             options += f" --keep-ptx --keep-cubin --dump-dir {folder} remarks{{ptx}}"
@@ -120,12 +119,71 @@ def build(spec: Any, config: Any, look: bool) -> Built:
         compiled = cute.compile(function, *args, options=options)
         seconds = time.perf_counter() - start
         file = Path(folder, "kernel.o")
+        _make_portable(compiled.ir_module)
         compiled.export_to_c(str(file), function_name=FUNCTION)
         code, name = file.read_bytes(), before if before == key(spec, config) else ""
         if not look:
             return Built(name, code, b"", "", seconds, 0)
+        from fa3.kernels.sass import launch_shared_bytes
+
         shared_bytes = launch_shared_bytes(str(compiled.ir_module))
         return Built(name, code, compiled.__cubin__, compiled.__ptx__, seconds, shared_bytes)
+
+
+def _workplace() -> tempfile.TemporaryDirectory[str]:
+    """A new folder that is nobody else's (the compiler reads back what it dumps) and has room.
+
+    In TMPDIR, or where that is full or cannot be written in memory or beside the kernels. Raises CompileError.
+    """
+    tried = []
+    for place in (_temporary(), Path("/dev/shm"), cache.settings().directory):
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="fa3-", dir=place)
+            try:
+                trial = Path(folder.name, "trial")
+                trial.write_bytes(bytes(ROOM))
+                trial.unlink()
+                return folder
+            except OSError:
+                folder.cleanup()
+                raise
+        except OSError as error:
+            tried.append(f"{place} ({error.strerror})")
+    raise CompileError(
+        f"the compiler needs {ROOM >> 20} MB for its files and found no room in {', '.join(tried)}: "
+        "set TMPDIR to a folder with room"
+    )
+
+
+def _temporary() -> Path:
+    """Python's folder for temporary files; where it finds none that takes a byte, the one that was asked for."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return Path(os.environ.get("TMPDIR", "/tmp"))
+
+
+def _make_portable(module: Any) -> None:
+    """Have the host half made for every CPU of this kind: by itself the compiler takes the one that it runs on.
+
+    LLVM puts a function's own CPU and features in the place of the target machine's, each only where it is given.
+    """
+    from cutlass._mlir import ir
+
+    cpu, feature = HOST_TARGETS[platform.machine()]
+    with module.context:
+        attributes = {
+            "target_cpu": ir.StringAttr.get(cpu),
+            "target_features": ir.Attribute.parse(f'#llvm.target_features<["{feature}"]>'),
+        }
+
+        def mark(operation: Any) -> Any:
+            if operation.name == "llvm.func":
+                for name, value in attributes.items():
+                    operation.attributes[name] = value
+            return ir.WalkResult.ADVANCE
+
+        module.operation.walk(mark)
 
 
 def _first_load(spec: Any, config: Any) -> Callable[..., None]:
@@ -192,8 +250,13 @@ def _linker(spec: Any) -> Callable[[bytes], Callable[..., None]]:
         raise LoaderMissing(f"{library} cannot be loaded ({error}): {INSTALL}") from error
 
     def link(code: bytes) -> Callable[..., None]:
+        global _session
+        if _session is None:
+            # NOTE: without ORC's own runtime, which takes 2 ms to link and runs destructors when a library is closed:
+            # ours are never closed, and their only destructor unloads the kernel from the GPU.
+            _session = tvm_ffi_orcjit.ExecutionSession(orc_rt=None)
         # NOTE: cxx names the compiler whose C++ library a module needs. Ours need none; asking starts one (5 ms).
-        module = tvm_ffi_orcjit.default_session().load_module(code, keep_module_alive=True, cxx=os.devnull)
+        module = _session.load_module(code, keep_module_alive=True, cxx=os.devnull)
         return module.get_function(FUNCTION)
 
     return link

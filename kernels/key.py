@@ -1,9 +1,9 @@
 """The name under which a compiled kernel is kept: a hash of everything that its machine code depends on.
 
 Spec and Config, the content (never the age) of the kernel sources, the versions and the CUDA flavour of the compiler
-and of tvm-ffi, the GPU architecture, and the instruction set of the host CPU, because the host half of a compiled
-kernel is made for the CPU of the machine that compiles it. Nothing here imports the compiler or depends on the Python
-version.
+and of tvm-ffi, the GPU architecture, and the kind of host CPU (x86_64, aarch64), for every model of which the host half
+of a kernel is made. Nothing here imports the compiler or depends on the Python version, the machine or the folder: a
+copied cache is found.
 """
 
 import ctypes
@@ -12,24 +12,18 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 from pathlib import Path
 from typing import Any
 
 ARCH = "sm_90a"
 FORMAT = "1"  # raised when the stored function is called differently, although no source says so
 PACKAGES = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-core", "apache-tvm-ffi", "apache-tvm-ffi-orcjit")
+READ_BYTES = 256 * 1024  # more than any source has
 RUNTIME = "libcute_dsl_runtime.so"
-LEVELS = (  # what a CPU must have for each level of the x86-64 psABI, in the words of /proc/cpuinfo, highest first
-    ("x86-64-v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
-    ("x86-64-v3", {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}),
-    ("x86-64-v2", {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}),
-)
-# Flags that name instructions a compiler may use. The others (virtualisation, mitigations) change with the host kernel.
-INSTRUCTIONS = re.compile(
-    r"sse|ssse|avx|fma|f16c|bmi|abm|movbe|popcnt|aes|vaes|v?pclmul|gfni|sha|adx|amx|xsave|rdrand|rdseed|rdpid|clwb"
-    r"|clflushopt|movdir|cmpccxadd|raoint|prefetch|serialize|waitpkg|cx16|lahf|fsgsbase|apx|sm3|sm4|tbm|xop|lwp|3dnow"
-)
+# The CPU that the host half of a kernel is made for, and a feature of it, in LLVM's words: the oldest of each kind.
+# Newer instructions gain nothing: a forward call, launch left out, takes 0.28 us; made for x86-64-v3 0.30 us, for the
+# Xeon (AVX-512) on which that was measured 0.28 us.
+HOST_TARGETS = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
 
 
 def key(spec: Any, config: Any) -> str:
@@ -38,7 +32,7 @@ def key(spec: Any, config: Any) -> str:
     Raises ModuleNotFoundError where `spec.entry` names no module.
     """
     problem = [spec.entry, repr(spec), repr(config), sources(spec.entry)]
-    machine = [*versions(), toolkit(), ARCH, host_cpu()]
+    machine = [*versions(), toolkit(), ARCH, platform.machine()]
     return hashlib.sha256("\0".join([FORMAT, *problem, *machine]).encode()).hexdigest()
 
 
@@ -49,11 +43,11 @@ def sources(entry: str) -> str:
     for root in (Path(__file__).parent, package / "quant"):
         files = [Path(f, n) for f, _, names in os.walk(root, followlinks=True) for n in names if n.endswith(".py")]
         for path in sorted(files):
-            _feed(digest, path.relative_to(root).as_posix(), path.read_bytes())
+            _feed(digest, path.relative_to(root).as_posix(), _content(path))
     found = importlib.util.find_spec(entry)
     if found is None or found.origin is None:
         raise ModuleNotFoundError(f"no module named {entry!r}", name=entry)
-    _feed(digest, entry, Path(found.origin).read_bytes())
+    _feed(digest, entry, _content(found.origin))
     return digest.hexdigest()
 
 
@@ -77,39 +71,34 @@ def toolkit() -> str:
     return f"cu{flavours[-1]}"
 
 
+def toolkit_is_a_guess() -> bool:
+    """Whether a machine with a driver may take another flavour: several are here, and no driver says which it runs."""
+    return len(_runtime_libraries()) > 1 and _driver_major() is None
+
+
+def target() -> str:
+    """What kernels made here are made for, in words."""
+    return f"{ARCH}, CUDA flavour {toolkit()}, any {platform.machine()} host CPU"
+
+
 def runtime_library() -> Path | None:
     """The library that a compiled kernel calls to reach the CUDA runtime, None where the compiler is not installed."""
     return next((p for p in _runtime_libraries() if p.parent.parent.name == toolkit()), None)
-
-
-def host_cpu() -> str:
-    """Level and instruction set of this machine's CPU, like "x86-64-v4 3f2a...": equal where host code is portable."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.system()} {platform.machine()} {platform.processor()}"
-    flags = next((set(x.split(":", 1)[1].split()) for x in lines if x.startswith(("flags", "Features"))), set())
-    if platform.machine() == "x86_64":
-        level = _level(flags)
-        flags = {f for f in flags if INSTRUCTIONS.match(f)}
-    else:
-        level = platform.machine()
-    return f"{level} {hashlib.sha256(' '.join(sorted(flags)).encode()).hexdigest()[:16]}"
-
-
-def _level(flags: set[str]) -> str:
-    level = "x86-64-v1"
-    for name, needed in reversed(LEVELS):
-        if not needed <= flags:
-            break
-        level = name
-    return level
 
 
 def _feed(digest: Any, name: str, content: bytes) -> None:
     """Lengths go in too, so that no two sets of files look alike."""
     digest.update(f"{len(name)} {name} {len(content)} ".encode())
     digest.update(content)
+
+
+def _content(path: str | Path) -> bytes:
+    """NOTE: by 4 system calls a file; open() makes 8, and there are 50 files."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return b"".join(iter(lambda: os.read(file, READ_BYTES), b""))
+    finally:
+        os.close(file)
 
 
 def _version(name: str) -> str:

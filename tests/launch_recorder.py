@@ -8,6 +8,13 @@ from fa3.device import ASSUMED
 from fa3.kernels.forward.config import Config, Spec
 from fa3.quant.prepare import prepare
 
+# What the launchers ask CUDA for, without CUDA. A CPU tensor's device index is -1: the current device, then.
+STATES = {
+    "current_device": lambda: lambda: -1,
+    "is_current_stream_capturing": lambda: lambda: False,
+    "_spares": dict,
+}
+
 
 class Call(NamedTuple):
     q: torch.Tensor
@@ -37,19 +44,23 @@ class Recorder:
             call = Call(*arguments)
             if not all(takeable(x) and x.dtype == getattr(torch, spec.dtype) for x in call[:3]):
                 raise ValueError("as the compiled function does")
-            if spec.ragged and not fits_together(call):
+            if not spec.is_fp8 and not agree(call):
+                raise ValueError("as the compiled function does")
+            if spec.ragged and not are_lists(call):
                 raise ValueError("as the compiled function does")
             self.calls.append(call)
 
         return run
 
     def replace(self, monkeypatch, *modules) -> "Recorder":
-        """In the place of what these modules load. A CPU tensor's device index is -1: the current device, then."""
+        """In the place of what these modules load."""
         for module in modules:
             monkeypatch.setattr(module, "load", self.load)
             monkeypatch.setattr(module, "chip", lambda index: ASSUMED)
-            monkeypatch.setattr(module, "current_device", lambda: -1)
             monkeypatch.setattr(module, "_plans", {})
+            for name, value in STATES.items():
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, value())
             if hasattr(module, "prepare"):
                 monkeypatch.setattr(module, "prepare", lambda x: (prepare(x), torch.zeros(1, dtype=torch.int32)))
         return self
@@ -73,13 +84,25 @@ class Recorder:
         return entered
 
 
-def fits_together(call: Call) -> bool:
-    """What a ragged kernel looks at besides: lengths of k and v, out, the lists."""
-    are_lists = all(x.dtype == torch.int32 and x.stride() == (1,) for x in call.ragged)
-    return are_lists and takeable(call.out) and call.k.shape[1] == call.v.shape[1]
+def are_lists(call: Call) -> bool:
+    """What the kernel is told about ragged sequences; and out lies in memory as the inputs must."""
+    cu_q, cu_k, used_q, used_k = call.ragged
+    fit = all(x.dtype == torch.int32 and x.stride() == (1,) and x.device == call.q.device for x in call.ragged)
+    return fit and takeable(call.out) and cu_q.shape == cu_k.shape and used_q.shape == used_k.shape
 
 
 def takeable(x: torch.Tensor) -> bool:
     """The contract of the kernel: 16 bytes."""
     step = 16 // x.element_size()
     return x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(stride % step == 0 for stride in x.stride()[:-1])
+
+
+def agree(call: Call) -> bool:
+    """Sizes and devices of 16-bit tensors. test_compiled_call.py asks the compiled function itself."""
+    tensors = call[:5]
+    if any(x.dim() != y for x, y in zip(tensors, (4, 4, 4, 4, 3), strict=True)):
+        return False
+    (batch, seqlen_q, heads, head_dim), (_, seqlen_k, heads_kv, head_dim_v) = call.q.shape, call.v.shape
+    outputs = [(batch, seqlen_q, heads, head_dim_v), (batch, heads, seqlen_q)]
+    inputs = [(batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads_kv, head_dim), tuple(call.v.shape)]
+    return [tuple(x.shape) for x in tensors] == [*inputs, *outputs] and len({x.device for x in tensors}) == 1

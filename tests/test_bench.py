@@ -1,6 +1,5 @@
 """The benchmarks without a GPU: what they count, what they write, in which order they measure; no time is asserted."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import ablation, forward, host, measure, options, peers, records, report, startup, sweep
+from bench import ablation, forward, measure, options, peers, records, report, sweep
 from bench.check import LIMIT, Check, parts
 from bench.machine import Machine, NoDevice, open_machine
 from bench.measure import Contender, Outcome, Pace
@@ -299,10 +298,6 @@ def test_the_sweep_drops_what_spills_or_does_not_compile(monkeypatch):
     assert [line.split(": ", 1)[1] for line in dropped] == ["ValueError: no such tile", "spills: 168 bytes of stack"]
 
 
-def test_output_bytes_are_o_and_lse():
-    assert host.output_bytes(host.memory_shape(1024)) == 1024 * 16 * 128 * 2 + 1024 * 16 * 4
-
-
 def test_the_first_call_is_refused_the_compiler():
     code = (
         "import sys, subprocess\nfrom bench import first_call as f\nfrom fa3.kernels import process\n"
@@ -368,60 +363,6 @@ def test_the_sweep_records_what_loads_and_names_the_rest(no_kernels, tmp_path, c
     assert [r["config"]["tile_n"] for r in read_records(tmp_path, "sweep")] == [64, 128]
     out = capsys.readouterr().out
     assert "3 kernels compiled, 0 dropped" in out and "best 2 of 3" in out and "RuntimeError: no such kernel" in out
-
-
-def test_startup_takes_a_new_cache_for_each_cold_start(monkeypatch, tmp_path, capsys):
-    calls = []
-    monkeypatch.setattr(startup, "open_machine", lambda device, commit: open_machine("cpu", "abc"))
-    monkeypatch.setattr(startup, "first_call", lambda mode, cache: calls.append((mode, cache)) or 0.25)
-    assert startup.main(["--repeats", "2", "--out", str(tmp_path)]) == 0
-    modes, caches = zip(*calls, strict=True)
-    assert modes == ("free", "free", "free", "forbidden", "forbidden")
-    assert len(set(caches)) == 3 and caches[2] == caches[3] == caches[4]
-    rows = read_records(tmp_path, "startup")
-    assert [(r["cpu_us"], r["config"]["cache"]) for r in rows] == [
-        (250000.0, c) for c in ("cold", "cold", "filled", "filled")
-    ]
-    assert "[red]" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("beyond, status", [(512, 0), (10**6, 1)])
-def test_host_fails_where_a_call_takes_more_than_its_outputs(monkeypatch, tmp_path, beyond, status):
-    monkeypatch.setattr(host, "open_machine", lambda device, commit: open_machine("cpu", "abc"))
-    monkeypatch.setattr(host, "host_sample", lambda calls, n: 20.0 if n == host.CALLS else None)
-    monkeypatch.setattr(host, "extra_bytes", lambda attention, shape, machine: host.output_bytes(shape) + beyond)
-    assert host.main(["--rounds", "2", "--out", str(tmp_path)]) == status
-    rows = read_records(tmp_path, "host")
-    assert [r["cpu_us"] for r in rows if r["impl"] == "ours"] == [20.0, None, None, None, None]
-    assert [r["config"]["extra_bytes"] - r["config"]["o_lse_bytes"] for r in rows if r["cpu_us"] is None] == [
-        beyond
-    ] * 4
-
-
-def test_host_checks_outputs_first_and_enters_a_backend_once_a_sample(monkeypatch):
-    entered, samples = [], []
-
-    @contextlib.contextmanager
-    def backend():
-        entered.append(1)
-        yield
-        entered.append(-1)
-
-    def peer(q, k, v, causal):
-        assert sum(entered) == 1
-        return attention(q, k, v, causal=causal)[0]
-
-    def sample(calls, n):
-        samples.append((n, calls[0]() is not None))
-        return float(n)
-
-    peer.around = backend
-    monkeypatch.setattr(host, "host_sample", sample)
-    attentions = {"cudnn": peer, "fa2": lambda q, k, v, causal: q * 0, "fa4": lambda *_: 1 / 0}
-    times, problems = host.host_times(attentions, open_machine("cpu", "abc"), 2, report.console())
-    assert times == {"cudnn": [300.0, 300.0]} and samples == [(10, True), (300, True)] * 2
-    assert len(entered) / 2 == 3  # the check and two samples
-    assert problems["fa2"].startswith("wrong: ") and problems["fa4"] == "ZeroDivisionError: division by zero"
 
 
 def run(module, *args):

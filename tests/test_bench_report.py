@@ -265,12 +265,16 @@ def test_the_host_table_is_of_the_newest_whole_commit(tmp_path):
             host(impl, us * times, commit)
         host("ours", None, commit, extra_bytes=1512, o_lse_bytes=1000)
     host("ours", 1.0, "half")
+    host("ours", 20.5, "new", gradients="on")
     for cache, seconds in (("cold", (9.5, 6.8, 8.47)), ("filled", (0.345, 0.375))):
         for value in seconds:
             made = row("ours", None, suite="startup", config={"cache": cache})
             records.append({**made, "cpu_us": value * 1e6}, tmp_path)
     text = tables.host(Records("h200", tmp_path))
-    assert "| 18.2 us; FA2 through SDPA 54.8, FA3 91.2 |" in text and "Of commits new and abc" in text
+    assert (
+        "| 18.2 us (with gradients on 20.5); FA2 through SDPA 54.8, FA3 91.2 |" in text
+        and "Of commits new and abc" in text
+    )
     assert "| O and LSE; 512 bytes more where" in text
     assert "empty cache | 8.5 s (6.8 to 9.5, 3 processes) |" in text
     assert "kernel in the cache | 0.36 s (0.34 to 0.38, 2 processes) |" in text

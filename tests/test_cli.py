@@ -46,8 +46,11 @@ def test_version():
     [
         ((), "the following arguments are required: COMMAND"),
         (("train",), "argument COMMAND: invalid choice: 'train'"),
-        (("compile",), "compile: give --all, or some of --dtype"),
-        (("compile", "--all", "--head-dim", "64"), "compile: give --all, or some of --dtype"),
+        (("compile",), "compile: give --all, --preset, or some of --dtype"),
+        (("compile", "--all", "--head-dim", "64"), "compile: give --all, --preset, or some of --dtype"),
+        (("compile", "--all", "--preset", "vit"), "compile: give --all, --preset, or some of --dtype"),
+        (("compile", "--preset", "vit", "--head-dim", "64"), "compile: a preset has its head dims"),
+        (("compile", "--preset", "gpt2"), "argument --preset: invalid choice: 'gpt2'"),
         (("compile", "--head-dim-v", "64"), "compile: --head-dim-v needs --head-dim"),
         (("compile", "--all", "--jobs", "0"), "argument --jobs: '0' is not a whole number of at least 1"),
         (("check", "--device", "tpu"), "argument --device: invalid choice: 'tpu'"),
@@ -168,6 +171,19 @@ class TestCompile:
         assert len(kernels.entries()) == len(chosen)
         status, out, _ = fa3(*arguments)
         assert status == 0 and f"0 compiled, {len(chosen)} already there" in " ".join(out.split())
+
+    @pytest.mark.parametrize("driver, libraries, guess", [(None, 2, True), (13, 2, False), (None, 1, False)])
+    def test_a_guessed_flavour_is_said(self, driver, libraries, guess, monkeypatch):
+        from fa3 import precompile
+        from fa3.kernels import key
+
+        found = [Path(f"/x/cu{n}/lib/{key.RUNTIME}") for n in (13, 12)][:libraries]
+        monkeypatch.setattr(key, "_runtime_libraries", lambda: found)
+        monkeypatch.setattr(key, "_driver_major", lambda: driver)
+        monkeypatch.setattr(precompile.kernels, "state", lambda *kernel: "disk")
+        _, out, _ = fa3("compile", "--head-dim", "192", "--head-dim-v", "128")
+        assert "CUDA flavour cu13" in " ".join(out.split())
+        assert ("driver is older than cu13 will not find these kernels" in " ".join(out.split())) == guess
 
     def test_a_failure_is_named_and_the_others_go_on(self, monkeypatch):
         from fa3 import precompile

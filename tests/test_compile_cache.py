@@ -5,7 +5,6 @@ import hashlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,9 +15,7 @@ import pytest
 import torch
 
 from fa3.kernels import cache, compile, key, process
-
-ROOT = Path(__file__).parent.parent
-TESTS = Path(__file__).parent
+from tests.toy_process import PREPARE, TESTS, compiles, python, ran
 
 
 @pytest.fixture(autouse=True)
@@ -53,35 +50,6 @@ def kept(shelf, toy):
     """The toy's file in this test's own cache."""
     shutil.copytree(shelf, compile.directory())
     return cache.path(key.key(*toy))
-
-
-PREPARE = "from fa3.kernels import compile; from toy_kernel import *; print(compile.prepare(Toy(), Threads()))"
-
-
-def python(code, **environment):
-    """A Python process that runs `code`."""
-    paths = os.pathsep.join([str(ROOT), str(TESTS)])
-    command = [sys.executable, "-c", code]
-    environment = {**os.environ, "PYTHONPATH": paths, **environment}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def ran(started, seconds=120):
-    """Its output and its stderr, after it ended well."""
-    try:
-        out, err = started.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)
-        raise
-    assert started.returncode == 0, err
-    return out.strip(), err
-
-
-def compiles():
-    log = Path(os.environ["TOY_LOG"])
-    return len(log.read_text().splitlines()) if log.exists() else 0
 
 
 def refuses_a_cpu_tensor(function):

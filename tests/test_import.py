@@ -62,6 +62,49 @@ print([m for m in ("cutlass", "tvm_ffi", "tvm_ffi_orcjit") if m in sys.modules],
     assert run(program) == "[] False"
 
 
+def test_a_16_bit_call_imports_nothing_that_is_for_others():
+    """What it imports is part of the first call of a process."""
+    others = ["fa3.interface_fp8", "fa3.ops_fp8", "fa3.launch_fp8", "fa3.quant.interface", "fa3.quant.ops"]
+    others += [
+        "fa3.interface_varlen",
+        "fa3.ops_varlen",
+        "fa3.launch_varlen",
+        "fa3.explanation",
+        "fa3.kernels.sass",
+        "filelock",
+        "platformdirs",
+    ]
+    program = f"""
+import sys, torch
+before = set(sys.modules)
+import fa3
+from fa3 import launch
+from fa3.device import ASSUMED
+from fa3.heuristics import config_of
+from fa3.kernels import compile
+x = torch.ones(1, 1, 1, 8, dtype=torch.float16)
+fa3.flash_attn_func(x, x, x)
+launch.chip, launch.load = lambda index: ASSUMED, lambda spec, config: compile.state(spec, config) and print
+launch.forward(x, x, x, None, False)
+print([m for m in {others} if m in sys.modules and m not in before])
+"""
+    assert run(program, FA3_CACHE_DIR="/nonexistent").splitlines()[-1] == "[]"
+
+
+def test_the_first_use_of_fp8_may_be_under_a_compiler():
+    """Which then traces the import of what quantises."""
+    program = """
+import torch, fa3
+q, k, v = (torch.randn(1, 70, 1, 16).to(torch.float8_e4m3fn) for _ in range(3))
+one = torch.ones(1, 1)
+def attend(q, k, v, one):
+    return fa3.flash_attn_func(q, k, v, q_descale=one, causal=True).float() * 2
+compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, v, one)
+print(torch.equal(compiled, attend(q, k, v, one)), compiled.isfinite().all().item())
+"""
+    assert run(program) == "True True"
+
+
 def test_a_call_on_cpu_needs_neither_gpu_nor_compiler():
     program = """
 import sys

@@ -34,9 +34,9 @@ def test_every_part_of_the_key_counts(toy, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(importlib.metadata, "version", lambda n, p=package: "9.9" if n == p else version(n))
             keys.append(key.key(*toy))
-    for name, value in (("toolkit", lambda: "cu99"), ("ARCH", "sm_100a"), ("host_cpu", lambda: "x86-64-v1 0")):
+    for name, value in (("toolkit", lambda: "cu99"), ("ARCH", "sm_100a"), ("platform.machine", lambda: "riscv64")):
         with monkeypatch.context() as patch:
-            patch.setattr(key, name, value)
+            patch.setattr(f"{key.__name__}.{name}", value)
             keys.append(key.key(*toy))
     assert len(set(keys)) == len(keys) == 11
     assert key.key(Toy(), Threads()) == keys[0]
@@ -69,23 +69,17 @@ def test_sources_count_by_content_and_not_by_age(tmp_path):
     assert copy.sources("toy_kernel") != here
 
 
-@pytest.mark.parametrize(
-    "flags, level",
-    [
-        ("sse sse2", "x86-64-v1"),
-        ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3", "x86-64-v2"),
-        ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3 avx avx2 bmi1 bmi2 f16c fma abm movbe", "x86-64-v3"),
-        ("avx512f avx512bw avx512cd avx512dq avx512vl", "x86-64-v1"),  # nothing below is there
-    ],
-)
-def test_levels_of_the_host_cpu(flags, level, monkeypatch):
-    def digest(flags):
-        monkeypatch.setattr(Path, "read_text", lambda self: f"flags\t\t: {flags}\n")
-        return key.host_cpu().split()
-
-    monkeypatch.setattr(key.platform, "machine", lambda: "x86_64")
-    assert digest(flags)[0] == level
-    assert digest(flags) == digest(f"{flags} md_clear hypervisor") != digest(f"{flags} avx512_fp16")
+def test_the_machine_does_not_count(toy, monkeypatch, tmp_path):
+    """A copied cache is found: by another model of CPU, by another user, in another folder."""
+    here = key.key(*toy)
+    read_text = Path.read_text
+    cpuinfo = "flags\t\t: fpu sse2\n"
+    monkeypatch.setattr(Path, "read_text", lambda self, **k: cpuinfo if self.match("/proc/*") else read_text(self, **k))
+    monkeypatch.setattr(key.platform, "processor", lambda: "another")
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert key.key(*toy) == here
 
 
 @pytest.mark.parametrize("driver, taken", [(None, "cu13"), (13, "cu13"), (12, "cu12"), (11, "cu12")])
@@ -95,3 +89,6 @@ def test_which_of_two_flavours(driver, taken, monkeypatch):
     monkeypatch.setattr(key, "_driver_major", lambda: driver)
     assert key.toolkit() == taken
     assert key.runtime_library().parts[2] == taken
+    assert key.toolkit_is_a_guess() == (driver is None)
+    monkeypatch.setattr(key, "_runtime_libraries", lambda: libraries[:1])
+    assert key.toolkit() == "cu13" and not key.toolkit_is_a_guess()

@@ -13,12 +13,13 @@ the one before it (programmatic dependent launch), a graph of one call, replayed
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+Name = TypeVar("Name", bound=Hashable)
 Calls = Sequence[Callable[[], Any]]
 Around = Callable[[], AbstractContextManager]  # entered around a sample, so that no call in it pays for it
 MAX_GRAPH_CALLS = 200  # of one graph: enough to bury the gap between replays
@@ -77,13 +78,13 @@ def calls_for(call_us: float, seconds: float, at_most: int) -> int:
 
 
 def interleave(
-    measures: Mapping[str, Callable[[], float]],
+    measures: Mapping[Name, Callable[[], float]],
     rounds: int,
     *,
     seed: int = 0,
     rest: float = 0.0,
     deadline: float | None = None,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Samples of every measure: one a round, in an order drawn anew each round.
 
     `rest` seconds pass before each, so that all start from the same clocks. Past `deadline` (of time.monotonic) no
@@ -92,7 +93,7 @@ def interleave(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     draw = random.Random(seed)
-    samples: dict[str, list[float]] = {name: [] for name in measures}
+    samples: dict[Name, list[float]] = {name: [] for name in measures}
     for turn in range(rounds):
         if turn and deadline is not None and time.monotonic() >= deadline:
             break

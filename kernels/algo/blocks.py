@@ -38,7 +38,7 @@ def key_blocks(row, lengths: Lengths, tile_m: int, tile_n: int, causal: bool) ->
 
     A tile that sees no key takes one block, wholly masked.
     """
-    count, masked = ceil_div(lengths.k, tile_n), 1
+    count, masked = cutlass.max(ceil_div(lengths.k, tile_n), 1), 1
     if causal:
         seen_first = row + 1 + lengths.k - lengths.q  # keys that the tile's first row sees
         seen_last = cutlass.max(seen_first + tile_m - 1, 1)

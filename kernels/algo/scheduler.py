@@ -13,7 +13,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from ..prims.ring import Ring
+from .seqlen import Side
 
+LANES = 32
 L2_BYTES = 32 * 2**20  # K and V of the heads of a section stay under this (the L2 of sm_90 has 50 to 60 MB)
 
 
@@ -139,6 +141,65 @@ class Folded(NamedTuple):
         return Turn(place < short + middle, longest - rest // width, first + rest % width)
 
 
+class Slots(NamedTuple):
+    """Room for the query tiles of all sequences of a ragged batch: sequence b has those from cu_q[b] // tile_m + b on,
+    as many as it could need. So some hold no tile.
+    """
+
+    slots: Int32
+    heads: Int32
+
+    @property
+    def tiles(self):
+        return self.slots * self.heads
+
+    def tile(self, m_block: Int32, sequence: Int32, nth: Int32, base: Int32) -> WorkTile:
+        return WorkTile(m_block, sequence % self.heads, sequence // self.heads, nth, base)
+
+
+class RaggedOrder(NamedTuple):
+    """Sequence after sequence, one head after the other."""
+
+    grid: Slots
+    queries: Side
+    batch: Int32
+    tile_m: Int32
+
+    def start(self, batch: Int32) -> Int32:
+        """The first slot of a sequence."""
+        return self.queries.first(batch) // self.tile_m + batch
+
+    def at(self, item: Int32) -> tuple[Int32, Int32]:
+        """m_block, -1 where there is no tile, and sequence of the item-th slot. By a whole warp."""
+        slot, head = item % self.grid.slots, item // self.grid.slots
+        batch = self.find(slot)
+        nth, tiles = slot - self.start(batch), (self.queries.length(batch) + self.tile_m - 1) // self.tile_m
+        return cutlass.select_(nth < tiles, self.nth_of(nth, tiles), Int32(-1)), batch * self.grid.heads + head
+
+    def nth_of(self, nth: Int32, tiles: Int32) -> Int32:
+        """The nth tile taken of a sequence that has so many."""
+        return nth
+
+    @cute.jit
+    def find(self, slot: Int32) -> Int32:
+        """The sequence of a slot: every lane looks at one of 32 places."""
+        first, size = Int32(0), self.batch
+        while size > 1:
+            step = (size + LANES - 1) // LANES
+            place = cutlass.min(first + cute.arch.lane_idx() * step, first + size - 1)
+            at_or_before = cute.arch.popc(cute.arch.vote_ballot_sync(self.start(place) <= slot))
+            chosen = cutlass.min((at_or_before - 1) * step, size - 1)
+            first, size = first + chosen, cutlass.min(step, size - chosen)
+        return first
+
+
+class RaggedLongestFirst(RaggedOrder):
+    """Causal: of a sequence the last tile first."""
+
+    def nth_of(self, nth: Int32, tiles: Int32) -> Int32:
+        return tiles - 1 - nth
+
+
 def section_in_l2(kv_bytes: Int64, ratio: Int32, sequences: Int32) -> Int32:
     """How many query heads share the L2, `ratio` of them the kv_bytes of one K/V head."""
     fits = cutlass.max(Int64(L2_BYTES) // kv_bytes, Int64(1)) * Int64(ratio)
@@ -155,7 +216,11 @@ class OneTile(NamedTuple):
     def follow(self, blocks_of: cutlass.Constexpr, run: cutlass.Constexpr):
         item, _, _ = cute.arch.block_idx()
         tile = self.order.grid.tile(*self.order.at(item), Int32(0), Int32(0))
-        run(tile, blocks_of(tile))
+        if cutlass.const_expr(isinstance(self.order, RaggedOrder)):
+            if tile.m_block >= 0:
+                run(tile, blocks_of(tile))
+        else:
+            run(tile, blocks_of(tile))
 
     def lead(self, blocks_of, run):
         self.follow(blocks_of, lambda tile, blocks: run(tile, blocks, nothing))
@@ -249,6 +314,83 @@ class Dynamic(NamedTuple):
             ticket = self.drawn[self.ring.stage(nth)]
             self.ring.free(nth)
         return cute.arch.shuffle_sync(ticket, 0)
+
+
+class Announced(NamedTuple):
+    """As Dynamic, of an order with empty slots: the producer looks for the next tile and tells the consumers where it
+    is, of the first one too.
+    """
+
+    order: RaggedOrder
+    tickets: cute.Tensor  # (1) int32 in global memory, 0 at the launch
+    found: cute.Tensor  # (2, stages) int32 in shared memory: m_block, -1 after the last tile, and sequence
+    ring: Ring
+
+    @property
+    def rings(self):
+        return (self.ring,)
+
+    draw = Dynamic.draw
+
+    @cute.jit
+    def lead(self, blocks_of: cutlass.Constexpr, run: cutlass.Constexpr):
+        order = self.order
+        item, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        nth, base = Int32(0), Int32(0)
+        m_block, sequence = self.next(item)
+        self.announce(nth, m_block, sequence)
+        while m_block >= 0:
+            tile = order.grid.tile(m_block, sequence, nth, base)
+            blocks = blocks_of(tile)
+            m_block, sequence = self.next(ctas + cute.arch.shuffle_sync(run(tile, blocks, self.draw), 0))
+            nth = nth + 1
+            base = base + blocks.count
+            self.announce(nth, m_block, sequence)
+
+    @cute.jit
+    def next(self, item: Int32) -> tuple[Int32, Int32]:
+        """The tile of the item or, where its slot is empty, of the next item that has one."""
+        ctas, _, _ = cute.arch.grid_dim()
+        m_block, sequence, more = Int32(-1), Int32(0), item < self.order.grid.tiles
+        while more:
+            m_block, sequence = self.order.at(item)
+            if m_block < 0:
+                item = ctas + cute.arch.shuffle_sync(self.draw(), 0)
+            more = (m_block < 0) & (item < self.order.grid.tiles)
+        return m_block, sequence
+
+    @cute.jit
+    def announce(self, nth: Int32, m_block: Int32, sequence: Int32):
+        self.ring.wait_empty(nth)
+        with cute.arch.elect_one():
+            stage = self.ring.stage(nth)
+            self.found[0, stage], self.found[1, stage] = m_block, sequence
+            self.ring.fill(nth)
+
+    @cute.jit
+    def follow(self, blocks_of: cutlass.Constexpr, run: cutlass.Constexpr):
+        order = self.order
+        nth, base = Int32(0), Int32(0)
+        m_block, sequence = self.take(nth)
+        while m_block >= 0:
+            tile = order.grid.tile(m_block, sequence, nth, base)
+            blocks = blocks_of(tile)
+            run(tile, blocks)
+            nth = nth + 1
+            base = base + blocks.count
+            m_block, sequence = self.take(nth)
+
+    @cute.jit
+    def take(self, nth: Int32) -> tuple[Int32, Int32]:
+        """Where the n-th tile is. NOTE: the lane that reads is the one that releases."""
+        self.ring.wait_full(nth)
+        m_block, sequence = Int32(0), Int32(0)
+        if cute.arch.lane_idx() == 0:
+            stage = self.ring.stage(nth)
+            m_block, sequence = self.found[0, stage], self.found[1, stage]
+            self.ring.free(nth)
+        return cute.arch.shuffle_sync(m_block, 0), cute.arch.shuffle_sync(sequence, 0)
 
 
 def nothing(): ...

@@ -2,8 +2,12 @@
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+
+from ..prims.ptx import read
+from ..prims.tma import LONGEST
 
 
 class Lengths(NamedTuple):
@@ -21,6 +25,77 @@ class DenseSeqlen(NamedTuple):
     def of(self, batch: Int32) -> Lengths:
         return self.lengths
 
-    def select(self, mX: cute.Tensor, head: Int32, batch: Int32) -> cute.Tensor:
-        """One head of one sequence of mX (row, column, h, b)."""
+    def queries(self, mX: cute.Tensor, head: Int32, batch: Int32) -> cute.Tensor:
+        """Q or O of one head of one sequence, of mX (row, column, h, b)."""
         return mX[None, None, head, batch]
+
+    keys = queries
+
+    def values(self, mX: cute.Tensor, head: Int32, batch: Int32) -> cute.Tensor:
+        """V of one head of one sequence, of mX (column, row, h, b)."""
+        return mX[None, None, head, batch]
+
+    def lse(self, mLSE: cute.Tensor, head: Int32, batch: Int32) -> cute.Tensor:
+        """(seqlen_q) of mLSE (b, h, s)."""
+        return mLSE[batch, head, None]
+
+
+class Ragged(NamedTuple):
+    """Where sequences begin and end, and how much of each counts, as the kernel is given it: int32."""
+
+    cu_q: cute.Tensor  # (b + 1)
+    cu_k: cute.Tensor
+    used_q: cute.Tensor  # (b); where all counts, anything
+    used_k: cute.Tensor
+
+
+class Side(NamedTuple):
+    """The queries or the keys of a ragged batch."""
+
+    cu: cute.Tensor
+    used: cute.Tensor | None
+
+    def first(self, batch: Int32) -> Int32:
+        return read(self.cu, batch)
+
+    def length(self, batch: Int32) -> Int32:
+        whole = read(self.cu, batch + 1) - self.first(batch)
+        return whole if self.used is None else cutlass.max(cutlass.min(read(self.used, batch), whole), 0)
+
+    def place(self, batch: Int32) -> tuple[Int32, tuple]:
+        """Of the coordinates that `prims.tma.ragged` makes: that of the sequence's row 0, and its own."""
+        n = self.length(batch)
+        return LONGEST - n, (self.first(batch) + n, LONGEST)
+
+
+class RaggedSeqlen(NamedTuple):
+    """(total, h, d) tensors: sequences of their own lengths, one behind the other. No row outside is read or written."""
+
+    q: Side
+    k: Side
+
+    @staticmethod
+    def create(given: Ragged, used_q: bool, used_k: bool) -> "RaggedSeqlen":
+        return RaggedSeqlen(
+            Side(given.cu_q, given.used_q if used_q else None), Side(given.cu_k, given.used_k if used_k else None)
+        )
+
+    def of(self, batch: Int32) -> Lengths:
+        return Lengths(self.q.length(batch), self.k.length(batch))
+
+    def queries(self, mX: cute.Tensor, head: Int32, batch: Int32) -> cute.Tensor:
+        row, sequence = self.q.place(batch)
+        return cute.domain_offset((row, 0), mX[None, None, head, sequence])
+
+    def keys(self, mX: cute.Tensor, head: Int32, batch: Int32) -> cute.Tensor:
+        row, sequence = self.k.place(batch)
+        return cute.domain_offset((row, 0), mX[None, None, head, sequence])
+
+    def values(self, mX: cute.Tensor, head: Int32, batch: Int32) -> cute.Tensor:
+        row, sequence = self.k.place(batch)
+        return cute.domain_offset((0, row), mX[None, None, head, sequence])
+
+    def lse(self, mLSE: cute.Tensor, head: Int32, batch: Int32) -> cute.Tensor:
+        """(length) of mLSE (1, h, total)."""
+        whole = cute.domain_offset((self.q.first(batch),), mLSE[0, head, None])
+        return cute.make_tensor(whole.iterator, cute.make_layout((self.q.length(batch),), stride=(1,)))

@@ -24,9 +24,9 @@ class Spec:
     causal: bool
     dtype_o: str = ""  # of O where it is not that of Q: "bfloat16" or "float16"
     v_channel_scale: bool = False  # the columns of O have scales
-    ragged: bool = False  # sequences of any lengths one after the other: their offsets are run-time arguments
-    used_q: bool = False  # ragged: the lengths of queries are given apart from the offsets
-    used_k: bool = False  # ragged: those of keys are
+    ragged: bool = False  # sequences of their own lengths, one behind the other
+    used_q: bool = False  # ragged: of which only the first queries count, so many each
+    used_k: bool = False  # and of keys
 
     @property
     def is_fp8(self) -> bool:

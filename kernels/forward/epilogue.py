@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from ..algo.blocks import WARPGROUP_ROWS
 from ..algo.scheduler import WorkTile
-from ..algo.seqlen import DenseSeqlen
+from ..algo.seqlen import DenseSeqlen, RaggedSeqlen
 from ..prims.ring import Ring
 from ..prims.tma import Feed, Operand
 from ..prims.wgmma import ROWS
@@ -101,7 +101,7 @@ class OutputTile(NamedTuple):
 
     @cute.jit
     def store(
-        self, acc_O: cute.Tensor, tiled_mma: cute.TiledMma, seqlen: DenseSeqlen, tile: WorkTile, row: Int32,
+        self, acc_O: cute.Tensor, tiled_mma: cute.TiledMma, seqlen: DenseSeqlen | RaggedSeqlen, tile: WorkTile, row: Int32,
         thread: Int32, end: Int32,
     ):  # fmt: skip
         """acc_O (64, head_dim_v) -> sO -> O from `row` on, clipped at its end. `thread` of the warpgroup; the tile's
@@ -119,7 +119,7 @@ class OutputTile(NamedTuple):
         sync(self.barrier)
         if cute.arch.make_warp_uniform(thread // 32) == 0:
             if row >= 0:
-                mO = seqlen.select(self.operand.tensor, tile.head, tile.batch)
+                mO = seqlen.queries(self.operand.tensor, tile.head, tile.batch)
                 gO = cute.local_tile(mO, (WARPGROUP_ROWS, self.head_dim_v), (row // WARPGROUP_ROWS, 0))
                 s, g = (cute.group_modes(x, 0, 2) for x in (self.sO, gO))
                 s, g = cpasync.tma_partition(self.operand.atom, 0, cute.make_layout(1), s, g)

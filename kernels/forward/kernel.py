@@ -31,13 +31,27 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ..algo.blocks import Blocks, ceil_div, first_row, key_blocks
 from ..algo.gqa import HeadMap
 from ..algo.mask import Mask
-from ..algo.scheduler import Dynamic, Folded, Grid, InOrder, LongestFirst, OneTile, Persistent, WorkTile, section_in_l2
-from ..algo.seqlen import DenseSeqlen, Lengths
+from ..algo.scheduler import (
+    Announced,
+    Dynamic,
+    Folded,
+    Grid,
+    InOrder,
+    LongestFirst,
+    OneTile,
+    Persistent,
+    RaggedLongestFirst,
+    RaggedOrder,
+    Slots,
+    WorkTile,
+    section_in_l2,
+)
+from ..algo.seqlen import DenseSeqlen, Lengths, Ragged, RaggedSeqlen
 from ..algo.softmax import Softmax
 from ..algo.softmax_fp8 import BlockScaledSoftmax, Scales
 from ..prims.ptx import shared_here, thread_here
 from ..prims.ring import Ring
-from ..prims.tma import Operand, operand
+from ..prims.tma import Operand, operand, ragged
 from ..prims.turns import NoTurns, Turns
 from ..prims.warp_mma import plain
 from ..prims.wgmma import ROWS, scale_rows, settled
@@ -60,7 +74,7 @@ class Producer(NamedTuple):
     query: QuerySource
     kv: DenseKV
     place: OverQ | Apart | OverV  # of O
-    seqlen: DenseSeqlen
+    seqlen: DenseSeqlen | RaggedSeqlen
     spec: Spec
     config: Config
 
@@ -86,7 +100,7 @@ class Consumer(NamedTuple):
     mLSE: cute.Tensor
     v_channel: cute.Tensor | None
     heads: HeadMap
-    seqlen: DenseSeqlen
+    seqlen: DenseSeqlen | RaggedSeqlen
     warpgroup: Int32
     spec: Spec
     config: Config
@@ -125,7 +139,7 @@ class Consumer(NamedTuple):
             head_kv = self.heads.kv_head(tile.head)
             scale_columns(a.acc_O, self.v_channel[tile.batch, head_kv, None], mask.column)
         self.output.store(a.acc_O, a.pv, self.seqlen, tile, first, thread, tile.base + blocks.count)
-        store_lse(lse, self.mLSE[tile.batch, tile.head, None], mask.row, mask.column)
+        store_lse(lse, self.seqlen.lse(self.mLSE, tile.head, tile.batch), mask.row, mask.column)
 
 
 class Forward:
@@ -136,12 +150,12 @@ class Forward:
     @cute.jit
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor,
-        scales: Scales | None, v_channel: cute.Tensor | None, tickets: cute.Tensor | None, scale_log2: Float32,
-        num_sms: Int32, stream: cuda.CUstream,
+        scales: Scales | None, v_channel: cute.Tensor | None, given: Ragged | None, tickets: cute.Tensor | None,
+        scale_log2: Float32, num_sms: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         """mQ (b, sq, h, d); mK (b, sk, h_kv, d); mV (b, sk, h_kv, d_v), of FP8 (b, h_kv, d_v, sk padded to whole groups
         of 16 keys, permuted inside each); mO (b, sq, h, d_v); mLSE (b, h, sq) float32. scales: of FP8; v_channel (b,
-        h_kv, d_v) float32: of the columns of O.
+        h_kv, d_v) float32: of the columns of O. given: of a ragged batch, whose tensors have b = 1 and s = total.
 
         d and d_v may be smaller than the tile's. tickets (1) int32, 0, for a dynamic grid. scale_log2 = softmax scale
         * log2(e), above 0.
@@ -162,15 +176,23 @@ class Forward:
         k_tile = sm90.make_smem_layout_b(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.stages)
         v_tile = sm90.make_smem_layout_b(v_layout, (64, spec.head_dim_v, c.tile_n), dtype, c.stages)
         fetch, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        if const_expr(spec.ragged):
+            sequences, total_q = given.cu_q.shape[0] - 1, mQ.shape[1]
+            heads_q, ratio = mQ.shape[2], mQ.shape[2] // mK.shape[2]
+            mQ, mK, mV, mO = (ragged(x) for x in (mQ, mK, mV, mO))
         Q = operand(fetch, mQ, [1, 3, 2, 0], q_tile)
         K = operand(fetch, mK, [1, 3, 2, 0], k_tile)
         V = operand(fetch, mV, v_modes, v_tile)
         O = operand(put, mO, [1, 3, 2, 0], o_tile)
-        batch, seqlen_q, heads, _ = mQ.shape
-        _, seqlen_k, heads_kv, _ = mK.shape
-        head_map = HeadMap(heads // heads_kv)
-        order = self.order(seqlen_q, seqlen_k, heads, batch, head_map.ratio)
-        seqlen = DenseSeqlen(Lengths(seqlen_q, seqlen_k))
+        if const_expr(spec.ragged):
+            head_map, seqlen = HeadMap(ratio), RaggedSeqlen.create(given, spec.used_q, spec.used_k)
+            slots = Slots(total_q // c.tile_m + sequences, heads_q)
+            order = (RaggedLongestFirst if spec.causal else RaggedOrder)(slots, seqlen.q, sequences, Int32(c.tile_m))
+        else:
+            batch, seqlen_q, heads, _ = mQ.shape
+            _, seqlen_k, heads_kv, _ = mK.shape
+            head_map, seqlen = HeadMap(heads // heads_kv), DenseSeqlen(Lengths(seqlen_q, seqlen_k))
+            order = self.order(seqlen_q, seqlen_k, heads, batch, head_map.ratio)
         ctas = order.grid.tiles if const_expr(not c.persistent) else cutlass.min(order.grid.tiles, num_sms)
         self.kernel(Q, K, V, O, mLSE, scales, v_channel, tickets, qk, pv, scale_log2, seqlen, head_map, order).launch(
             grid=(ctas, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1
@@ -186,11 +208,14 @@ class Forward:
         kv_bytes = Int64(seqlen_k) * (spec.element_bytes * (spec.head_dim + spec.head_dim_v))
         return LongestFirst(grid, section_in_l2(kv_bytes, ratio, grid.sequences))
 
-    def scheduler(self, smem, order, tickets: cute.Tensor | None, consumers: int) -> OneTile | Persistent | Dynamic:
+    def scheduler(self, smem, order, tickets: cute.Tensor | None, consumers: int):
         if not self.config.persistent:
             return OneTile(order)
         if not self.config.dynamic:
             return Persistent(order)
+        if isinstance(order, RaggedOrder):
+            found = smem.allocate_tensor(Int32, cute.make_layout((2, TICKETS)), byte_alignment=8)
+            return Announced(order, tickets, found, self.ring(smem, found, TICKETS, consumers))
         drawn = smem.allocate_tensor(Int32, cute.make_layout(TICKETS), byte_alignment=8)
         return Dynamic(order, tickets, drawn, self.ring(smem, drawn, TICKETS, consumers))
 
@@ -198,7 +223,7 @@ class Forward:
     def kernel(
         self, Q: Operand, K: Operand, V: Operand, O: Operand, mLSE: cute.Tensor, scales: Scales | None,
         v_channel: cute.Tensor | None, tickets: cute.Tensor | None, qk: cute.TiledMma, pv: cute.TiledMma,
-        scale_log2: Float32, seqlen: DenseSeqlen, head_map: HeadMap, order,
+        scale_log2: Float32, seqlen, head_map: HeadMap, order,
     ):  # fmt: skip
         c, spec = self.config, self.spec
         smem = cutlass.memory.SmemAllocator()
@@ -324,9 +349,15 @@ class Forward:
         )
 
 
+def ragged_batch() -> Ragged:
+    """As `signature` wants it."""
+    batch, edges = cute.sym_int(), cute.sym_int()
+    return Ragged(*(make_fake_tensor(Int32, (n,), (1,), assumed_align=4) for n in (edges, edges, batch, batch)))
+
+
 def signature(spec: Spec, config: Config) -> tuple:
-    """What cute.compile takes: fn(q, k, v, o, lse, scales, v_channel, tickets, scale_log2, num_sms) on the current
-    stream; None for what the kernel does not have.
+    """What cute.compile takes: fn(q, k, v, o, lse, scales, v_channel, ragged, tickets, scale_log2, num_sms) on the
+    current stream; None for what the kernel does not have.
     """
     batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = (cute.sym_int() for _ in range(7))
     step = 16 // spec.element_bytes  # elements: what TMA asks of strides
@@ -350,5 +381,5 @@ def signature(spec: Spec, config: Config) -> tuple:
     v_channel = floats(batch, heads_kv, head_dim_v) if spec.v_channel_scale else None
     tickets = make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if config.dynamic else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    optional = (scales if spec.is_fp8 else None, v_channel, tickets)
+    optional = (scales if spec.is_fp8 else None, v_channel, ragged_batch() if spec.ragged else None, tickets)
     return Forward(spec, config), (q, k, tensor(v_shape), o, lse, *optional, Float32(1.0), Int32(1), stream)

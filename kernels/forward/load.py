@@ -9,7 +9,7 @@ from cutlass import Int32
 from ..algo.blocks import WARPGROUP_ROWS, Blocks
 from ..algo.gqa import HeadMap
 from ..algo.scheduler import WorkTile
-from ..algo.seqlen import DenseSeqlen
+from ..algo.seqlen import DenseSeqlen, RaggedSeqlen
 from ..prims.ring import Ring
 from ..prims.tma import Feed, Operand
 
@@ -23,12 +23,12 @@ class QuerySource(NamedTuple):
     warpgroups: int
     head_dim: int
 
-    def put(self, seqlen: DenseSeqlen, tile: WorkTile, row: Int32):
+    def put(self, seqlen: DenseSeqlen | RaggedSeqlen, tile: WorkTile, row: Int32):
         """The tile's queries from `row` on, zeros past the last of the sequence.
 
         A warpgroup that begins before query 0 gets the first rows in their stead: it has nothing to store.
         """
-        mQ = seqlen.select(self.operand.tensor, tile.head, tile.batch)
+        mQ = seqlen.queries(self.operand.tensor, tile.head, tile.batch)
         gQ = cute.local_tile(mQ, (WARPGROUP_ROWS, self.head_dim), (None, 0))
         first = row // WARPGROUP_ROWS
         places = [cutlass.max(first + i, 0) for i in range(self.warpgroups)]
@@ -49,11 +49,11 @@ class DenseKV(NamedTuple):
     head_dim: int
     head_dim_v: int
 
-    def feeds(self, seqlen: DenseSeqlen, tile: WorkTile) -> tuple[Feed, Feed]:
+    def feeds(self, seqlen: DenseSeqlen | RaggedSeqlen, tile: WorkTile) -> tuple[Feed, Feed]:
         """K and V of the tile's head, block by block."""
         head = self.heads.kv_head(tile.head)
-        gK = cute.local_tile(seqlen.select(self.K.tensor, head, tile.batch), (self.tile_n, self.head_dim), (None, 0))
-        gV = cute.local_tile(seqlen.select(self.V.tensor, head, tile.batch), (self.head_dim_v, self.tile_n), (0, None))
+        gK = cute.local_tile(seqlen.keys(self.K.tensor, head, tile.batch), (self.tile_n, self.head_dim), (None, 0))
+        gV = cute.local_tile(seqlen.values(self.V.tensor, head, tile.batch), (self.head_dim_v, self.tile_n), (0, None))
         k = Feed.create(self.k_ring, self.K.atom, gK, self.sK)
         v = Feed.create(self.v_ring, self.V.atom, gV, self.sV)
         return k, v

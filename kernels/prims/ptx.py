@@ -1,7 +1,7 @@
 """Instructions that the DSL does not give, one a function."""
 
 import cutlass
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -29,6 +29,13 @@ def pack(low: Float32, high: Float32, dtype, *, loc=None, ip=None) -> Int32:
     """
     instruction = f"cvt.rn.{PACKED[dtype]}.f32 $0, $1, $2;"
     return Int32(asm(T.i32(), [Float32(high), Float32(low)], instruction, "=r,f,f", loc, ip))
+
+
+@dsl_user_op
+def read(mX, i: Int32, *, loc=None, ip=None) -> Int32:
+    """ld.global.nc.b32: mX[i] of contiguous int32 that nobody writes meanwhile; asked twice, it is read once."""
+    address = mX.iterator.toint(loc=loc, ip=ip) + Int64(i) * 4
+    return Int32(asm(T.i32(), [Int64(address)], "ld.global.nc.b32 $0, [$1];", "=r,l", loc, ip))
 
 
 @dsl_user_op

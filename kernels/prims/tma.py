@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import cutlass.cute as cute
+from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync
 
 from .ring import Ring
@@ -12,6 +13,28 @@ class Operand(NamedTuple):
     atom: cute.CopyAtom
     tensor: cute.Tensor  # coordinates, modes as the operand was made
     layout: cute.ComposedLayout  # (row, column, stage) in shared memory
+
+
+LONGEST = 2**30  # rows of a sequence of a ragged batch
+ADDRESSES = 2**64
+
+
+def ragged(mX: cute.Tensor) -> cute.Tensor:
+    """(1, total, h, d) as ((total + 1, LONGEST + 1), LONGEST, h, d), where TMA's own bounds are those of a sequence.
+
+    Row i of the n rows from `first` on has the coordinates ((first + n, LONGEST), LONGEST - n + i): the second one goes
+    LONGEST rows back, around the end of the address space. Whatever lies behind row n - 1 is out of bounds, so it reads
+    as zeros and is not written. NOTE: a tensor that begins LONGEST rows further up would do for what is within bounds;
+    where a load is not, TMA touches the tensor's first address.
+    """
+    _, total, heads, columns = mX.shape
+    _, step, head, column = mX.stride
+    number = mX.element_type.width // 8
+    back = cute.assume(Int64(ADDRESSES // LONGEST // number) - Int64(step), divby=16 // number)
+    layout = cute.make_layout(
+        ((total + 1, LONGEST + 1), LONGEST, heads, columns), stride=((step, back), step, head, column)
+    )
+    return cute.make_tensor(mX.iterator, layout)
 
 
 def operand(op, mX: cute.Tensor, modes: list, layout) -> Operand:

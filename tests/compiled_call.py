@@ -1,0 +1,176 @@
+"""The compiled forward called on tensors that only say they are on a GPU, in a process whose CUDA does nothing.
+
+`python -m tests.compiled_call` prints as JSON what became of the calls of `calls`: [error, CUDA calls]. The functions
+that a compiled kernel leaves open come from a library of stubs, compiled here. Needs gcc, no GPU and no driver.
+"""
+
+import ctypes
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+STUBS = """
+int device, seen[64], count;
+static int note(int what) { return seen[count++ % 64] = what, 0; }
+int _cudaGetDevice(int *d) { return *d = device, 0; }
+int _cudaSetDevice(int d) { return note(device = d); }
+int _cudaLaunchKernelEx(void *config, void *kernel, void **arguments) { return note(100 + device); }
+int cuda_dialect_init_library_once(void **handle) { return *handle = &device, 0; }
+void cuda_dialect_unload_library_once(void **handle) { *handle = 0; }
+int CuteDSLRT_TVMFFISetRaisedCudaError(int error) { return -1; }
+"""
+UNUSED = (  # called when a kernel is loaded
+    "_cudaLibraryLoadData", "_cudaLibraryGetKernel", "_cuKernelGetAttribute", "_cudaFuncSetAttribute",
+    "_cudaKernelSetAttributeForDevice", "_cudaDeviceGetAttribute",
+)  # fmt: skip
+BFLOAT16, FLOAT16, FLOAT32, INT32, INT64 = (
+    (4, 16, 1),
+    (2, 16, 1),
+    (2, 32, 1),
+    (0, 32, 1),
+    (0, 64, 1),
+)  # as DLPack has them: kind, bits, lanes
+CPU, CUDA = 1, 2
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("kind_and_bits", ctypes.c_uint8 * 2),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),  # from here on: DLManagedTensor
+        ("deleter", ctypes.c_void_p),
+    ]
+
+
+class Tensor:
+    """Contiguous, on no memory. It must outlive what is made of it."""
+
+    def __init__(self, shape, dtype=BFLOAT16, device=0, kind=CUDA, address=4096):
+        self.shape = (ctypes.c_int64 * len(shape))(*shape)
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        self.strides = (ctypes.c_int64 * len(shape))(*strides)
+        self.kind, self.device = kind, device
+        self.managed = DLTensor(
+            address, (kind, device), len(shape), dtype[:2], dtype[2],
+            ctypes.addressof(self.shape), ctypes.addressof(self.strides), 0, None, None,
+        )  # fmt: skip
+
+    def __dlpack__(self, **_):
+        capsule = ctypes.pythonapi.PyCapsule_New
+        capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return capsule(ctypes.addressof(self.managed), b"dltensor", None)
+
+    def __dlpack_device__(self):
+        return self.kind, self.device
+
+
+def calls():
+    """Name -> q, k, v, out, lse. Batch 2, 7 queries, 5 keys, heads 4 / 2, head dims 64, 40."""
+    right = dict(q=(2, 7, 4, 64), k=(2, 5, 2, 64), v=(2, 5, 2, 40), out=(2, 7, 4, 40), lse=(2, 4, 7))
+
+    def made(**changes):
+        """A change: another shape, or what Tensor takes besides."""
+        tensors = {}
+        for name, shape in right.items():
+            change = changes.get(name, {})
+            dtype = FLOAT32 if name == "lse" else BFLOAT16
+            options = {"dtype": dtype, **change} if isinstance(change, dict) else {"dtype": dtype}
+            tensors[name] = Tensor(shape if isinstance(change, dict) else change, **options)
+        return list(tensors.values())
+
+    elsewhere = dict(device=1)
+    return {
+        "right": made(),
+        "right, on device 1": made(**dict.fromkeys(right, elsewhere)),
+        "k.shape[0]": made(k=(1, 5, 2, 64)),
+        "k.shape[1]": made(k=(2, 6, 2, 64)),
+        "k.shape[2]": made(k=(2, 5, 4, 64)),
+        "k.shape[3]": made(k=(2, 5, 2, 56)),
+        "v.shape[0]": made(v=(1, 5, 2, 40)),
+        "out.shape[3]": made(out=(2, 7, 4, 64)),
+        "lse.shape[1]": made(lse=(2, 7, 4)),
+        "k.ndim": made(k=(2, 10, 64)),
+        "k.dtype": made(k=dict(dtype=FLOAT16)),
+        "v.dtype": made(v=dict(dtype=FLOAT32)),
+        "k.device": made(k=elsewhere),
+        "v.device": made(v=elsewhere),
+        "q.device": made(q=elsewhere),
+        "k on the CPU": made(k=dict(kind=CPU)),
+        "v on the CPU": made(v=dict(kind=CPU)),
+        "k.data": made(k=dict(address=4096 + 8)),
+    }
+
+
+def ragged_calls():
+    """Name -> q, k, v, out, lse and the lists of a ragged call. 3 sequences of together 7 queries and 5 keys."""
+    right = dict(q=(1, 7, 4, 64), k=(1, 5, 2, 64), v=(1, 5, 2, 64), out=(1, 7, 4, 64), lse=(1, 4, 7))
+    lists = dict(cu_q=(4,), cu_k=(4,), used_q=(3,), used_k=(3,))
+
+    def made(**changes):
+        tensors = []
+        for name, shape in {**right, **lists}.items():
+            change = changes.get(name, {})
+            dtype = INT32 if name in lists else FLOAT32 if name == "lse" else BFLOAT16
+            options = {"dtype": dtype, **change} if isinstance(change, dict) else {"dtype": dtype}
+            tensors.append(Tensor(shape if isinstance(change, dict) else change, **options))
+        return tensors
+
+    return {
+        "right": made(),
+        "right, on device 1": made(**dict.fromkeys({**right, **lists}, dict(device=1))),
+        "no lengths": made(used_q=(4,), used_k=(4,)),
+        "k.shape[1]": made(k=(1, 6, 2, 64)),
+        "cu_k.shape": made(cu_k=(5,)),
+        "used_k.shape": made(used_k=(4,)),
+        "cu_q.ndim": made(cu_q=(2, 2)),
+        "cu_q.dtype": made(cu_q=dict(dtype=INT64)),
+        "used_k.dtype": made(used_k=dict(dtype=FLOAT32)),
+        "cu_k.device": made(cu_k=dict(device=1)),
+        "used_q on the CPU": made(used_q=dict(kind=CPU)),
+    }
+
+
+def main() -> None:
+    folder = tempfile.mkdtemp()
+    source, library = Path(folder, "stubs.c"), Path(folder, "stubs.so")
+    source.write_text(STUBS + "".join(f"int {name}(void) {{ return 0; }}\n" for name in UNUSED))
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    stubs = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    sys.modules["torch"] = None  # tvm_ffi would ask it about CUDA
+    import tvm_ffi
+
+    from fa3.kernels import compile
+    from fa3.kernels.forward.config import Config, Spec
+
+    run = compile.load(Spec("bfloat16", 64, 64, False), Config(2, 128))  # linked to what was loaded first: the stubs
+    seen, count = (ctypes.c_int * 64).in_dll(stubs, "seen"), ctypes.c_int.in_dll(stubs, "count")
+    results = {}
+
+    def note(name, run, tensors, lists):
+        count.value, error = 0, ""
+        try:
+            run(*map(tvm_ffi.from_dlpack, tensors), None, None, lists, None, 0.1, 132)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        results[name] = (error, seen[: count.value])
+
+    for name, tensors in calls().items():
+        note(name, run, tensors, None)
+    run = compile.load(Spec("bfloat16", 64, 64, False, ragged=True, used_q=True, used_k=True), Config(2, 128))
+    for name, tensors in ragged_calls().items():
+        note(f"ragged: {name}", run, tensors[:5], tuple(map(tvm_ffi.from_dlpack, tensors[5:])))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
