@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from ..prims.ptx import read
 from ..prims.ring import Ring
 from .seqlen import Side
 
@@ -167,7 +168,7 @@ class RaggedOrder(NamedTuple):
 
     def start(self, batch: Int32) -> Int32:
         """The first slot of a sequence."""
-        return self.queries.first(batch) // self.tile_m + batch
+        return read(self.queries.cu, batch) // self.tile_m + batch
 
     def at(self, item: Int32) -> tuple[Int32, Int32]:
         """m_block, -1 where there is no tile, and sequence of the item-th slot. By a whole warp."""
@@ -323,7 +324,7 @@ class Announced(NamedTuple):
 
     order: RaggedOrder
     tickets: cute.Tensor  # (1) int32 in global memory, 0 at the launch
-    found: cute.Tensor  # (2, stages) int32 in shared memory: m_block, -1 after the last tile, and sequence
+    found: cute.Tensor  # (stages, 3) int32 in shared memory: m_block, -1 after the last tile, head and batch
     ring: Ring
 
     @property
@@ -334,19 +335,19 @@ class Announced(NamedTuple):
 
     @cute.jit
     def lead(self, blocks_of: cutlass.Constexpr, run: cutlass.Constexpr):
-        order = self.order
+        grid = self.order.grid
         item, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         nth, base = Int32(0), Int32(0)
         m_block, sequence = self.next(item)
-        self.announce(nth, m_block, sequence)
+        self.announce(grid.tile(m_block, sequence, nth, base))
         while m_block >= 0:
-            tile = order.grid.tile(m_block, sequence, nth, base)
+            tile = grid.tile(m_block, sequence, nth, base)
             blocks = blocks_of(tile)
             m_block, sequence = self.next(ctas + cute.arch.shuffle_sync(run(tile, blocks, self.draw), 0))
             nth = nth + 1
             base = base + blocks.count
-            self.announce(nth, m_block, sequence)
+            self.announce(grid.tile(m_block, sequence, nth, base))
 
     @cute.jit
     def next(self, item: Int32) -> tuple[Int32, Int32]:
@@ -361,36 +362,35 @@ class Announced(NamedTuple):
         return m_block, sequence
 
     @cute.jit
-    def announce(self, nth: Int32, m_block: Int32, sequence: Int32):
-        self.ring.wait_empty(nth)
+    def announce(self, tile: WorkTile):
+        self.ring.wait_empty(tile.nth)
         with cute.arch.elect_one():
-            stage = self.ring.stage(nth)
-            self.found[0, stage], self.found[1, stage] = m_block, sequence
-            self.ring.fill(nth)
+            stage = self.ring.stage(tile.nth)
+            self.found[stage, 0], self.found[stage, 1], self.found[stage, 2] = tile.m_block, tile.head, tile.batch
+            self.ring.fill(tile.nth)
 
     @cute.jit
     def follow(self, blocks_of: cutlass.Constexpr, run: cutlass.Constexpr):
-        order = self.order
         nth, base = Int32(0), Int32(0)
-        m_block, sequence = self.take(nth)
+        m_block, head, batch = self.take(nth)
         while m_block >= 0:
-            tile = order.grid.tile(m_block, sequence, nth, base)
+            tile = WorkTile(m_block, head, batch, nth, base)
             blocks = blocks_of(tile)
             run(tile, blocks)
             nth = nth + 1
             base = base + blocks.count
-            m_block, sequence = self.take(nth)
+            m_block, head, batch = self.take(nth)
 
     @cute.jit
-    def take(self, nth: Int32) -> tuple[Int32, Int32]:
-        """Where the n-th tile is. NOTE: the lane that reads is the one that releases."""
+    def take(self, nth: Int32) -> tuple[Int32, Int32, Int32]:
+        """m_block, head and batch of the n-th tile. NOTE: the lane that reads is the one that releases."""
         self.ring.wait_full(nth)
-        m_block, sequence = Int32(0), Int32(0)
+        m_block, head, batch = Int32(0), Int32(0), Int32(0)
         if cute.arch.lane_idx() == 0:
             stage = self.ring.stage(nth)
-            m_block, sequence = self.found[0, stage], self.found[1, stage]
+            m_block, head, batch = self.found[stage, 0], self.found[stage, 1], self.found[stage, 2]
             self.ring.free(nth)
-        return cute.arch.shuffle_sync(m_block, 0), cute.arch.shuffle_sync(sequence, 0)
+        return tuple(cute.arch.make_warp_uniform(x) for x in (m_block, head, batch))
 
 
 def nothing(): ...

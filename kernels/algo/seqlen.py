@@ -40,6 +40,11 @@ class DenseSeqlen(NamedTuple):
         return mLSE[batch, head, None]
 
 
+def uniform(x: Int32) -> Int32:
+    """Of a number that all lanes have: it needs no register of theirs."""
+    return cute.arch.make_warp_uniform(x)
+
+
 class Ragged(NamedTuple):
     """Where sequences begin and end, and how much of each counts, as the kernel is given it: int32."""
 
@@ -56,11 +61,11 @@ class Side(NamedTuple):
     used: cute.Tensor | None
 
     def first(self, batch: Int32) -> Int32:
-        return read(self.cu, batch)
+        return uniform(read(self.cu, batch))
 
     def length(self, batch: Int32) -> Int32:
-        whole = read(self.cu, batch + 1) - self.first(batch)
-        return whole if self.used is None else cutlass.max(cutlass.min(read(self.used, batch), whole), 0)
+        whole = uniform(read(self.cu, batch + 1)) - self.first(batch)
+        return whole if self.used is None else cutlass.max(cutlass.min(uniform(read(self.used, batch)), whole), 0)
 
     def place(self, batch: Int32) -> tuple[Int32, tuple]:
         """Of the coordinates that `prims.tma.ragged` makes: that of the sequence's row 0, and its own."""

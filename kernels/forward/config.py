@@ -70,7 +70,7 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producer and of the consumers: what setmaxnreg makes of the 64 Ki of an SM."""
-        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
+        return {1: (56, 256), 2: (32, 240), 3: (32, 160)}[self.warpgroups]
 
     def o_place(self, spec: Spec) -> str:
         """Shared memory that O leaves through: "own", or where there is no room "q" or "v".
@@ -94,7 +94,8 @@ class Config:
         """Tiles of Q and of the K and V rings, barriers and tickets, one alignment gap."""
         kv = self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v)
         q = self.q_stages * self.tile_m * spec.head_dim
-        return spec.element_bytes * (q + kv) + 8 * (2 * (3 + self.q_stages + 2 * self.stages) + 1) + 1024
+        barriers, tickets = 2 * (3 + self.q_stages + 2 * self.stages), 3 if spec.ragged else 1
+        return spec.element_bytes * (q + kv) + 8 * (barriers + tickets) + 1024
 
 
 def tile_for(head_dim: int, head_dim_v: int) -> tuple[int, int]:

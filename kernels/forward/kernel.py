@@ -1,7 +1,7 @@
 """FlashAttention-3 forward for sm_90a: O = softmax(scale Q K^T) V and its log-sum-exp.
 
 role       warps              registers     waits for               signals
-producer   1 (of 4)           24..56        q, k, v empty           q, k, v full (TMA)
+producer   1 (of 4)           32..56        q, k, v empty           q, k, v full (TMA)
 consumer   4 a warpgroup      160..256      q, k, v full            q, k, v empty
 
 barrier        kind    depth         arrivals
@@ -10,8 +10,8 @@ k_full v_full  TMA     stages        bytes of a block
 q_empty        warps   q_stages      each consumer warp; where O lies over Q: the storing warp of each warpgroup
 k_empty v_empty warps  stages        each consumer warp
 stored         warps   1             where O lies over V: the storing warp of each warpgroup
-ticket_full    thread  2             of a dynamic grid: the lane that drew
-ticket_empty   warps   2             of a dynamic grid: each consumer warp
+ticket_full    thread  2             of a dynamic or ragged grid: the lane that tells which tile is next
+ticket_empty   warps   2             of a dynamic or ragged grid: each consumer warp
 turns          named   warpgroups    256 threads: who waits, who lets go
 o_tile         named   warpgroups    128 threads: a warpgroup's O is in shared memory
 """
@@ -214,7 +214,7 @@ class Forward:
         if not self.config.dynamic:
             return Persistent(order)
         if isinstance(order, RaggedOrder):
-            found = smem.allocate_tensor(Int32, cute.make_layout((2, TICKETS)), byte_alignment=8)
+            found = smem.allocate_tensor(Int32, cute.make_layout((TICKETS, 3)), byte_alignment=8)
             return Announced(order, tickets, found, self.ring(smem, found, TICKETS, consumers))
         drawn = smem.allocate_tensor(Int32, cute.make_layout(TICKETS), byte_alignment=8)
         return Dynamic(order, tickets, drawn, self.ring(smem, drawn, TICKETS, consumers))
