@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from fa3 import quant as quant
     from fa3.interface import explain, flash_attn_func, flash_attn_qkvpacked_func, is_available, why_not
     from fa3.interface_fp8 import flash_attn_fp8_func, flash_attn_quantized_func
+    from fa3.interface_varlen import flash_attn_varlen_func
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,17 +16,21 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_quantized_func",
+    "flash_attn_varlen_func",
     "is_available",
     "why_not",
 ]
-FP8 = {"flash_attn_fp8_func", "flash_attn_quantized_func"}
+ELSEWHERE = {
+    "flash_attn_fp8_func": "fa3.interface_fp8",
+    "flash_attn_quantized_func": "fa3.interface_fp8",
+    "flash_attn_varlen_func": "fa3.interface_varlen",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'fa3' has no attribute {name!r}; it exports {', '.join(__all__)}")
-    module = "fa3.interface_fp8" if name in FP8 else "fa3.interface"
-    value = getattr(import_module(module), name)
+    value = getattr(import_module(ELSEWHERE.get(name, "fa3.interface")), name)
     globals()[name] = value  # the next access does not come here
     return value
 

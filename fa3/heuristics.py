@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ BALANCED = 0.95  # mean over longest load of the multiprocessors: less costs mor
 DRAWN = 4  # tiles a multiprocessor: with fewer, clearing the counter of a dynamic grid (2 us) is not worth it
 MANY_TILES = 2**15
 ALWAYS = 2**31
+LONG = 2**14  # stands for the longest sequence where nobody says how long it is
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Row:
             one_tile, fixed, dynamic = self.schedules(seqlen_k, causal)
             never = not causal and self.goes_by_rule(seqlen_k, causal)
             yield from (one_tile, fixed) if never else (one_tile, fixed, dynamic)
+
+    def ragged(self) -> Config:
+        """NOTE: with one place for Q: with two, causal kernels of 3 warpgroups spill."""
+        return replace(self.config, persistent=True, dynamic=True, **self.dynamic)
 
 
 OPTIMISTIC, FREE = {"optimistic": True}, {"pingpong": False}
@@ -137,12 +143,7 @@ def config_for(
     accumulation: str = ACCUMULATIONS[0],
 ) -> Config:
     """The Config for a problem of these sizes on a chip with num_sms multiprocessors. accumulation: of FP8."""
-    rows = FP8_ROWS[accumulation] if spec.is_fp8 else ROWS
-    row = rows[spec.head_dim, spec.head_dim_v]
-    while row.small is not None and (
-        seqlen_k <= row.small_to or _padding(row.config, row.small.config, seqlen_q, seqlen_k) > PADDING[spec.causal]
-    ):
-        row = row.small
+    row = _row_for(spec, seqlen_q, seqlen_k, accumulation)
     one_tile, fixed, dynamic = row.schedules(seqlen_k, spec.causal)
     m_blocks, sequences = -(-seqlen_q // one_tile.tile_m), heads * batch
     tiles = m_blocks * sequences
@@ -155,8 +156,22 @@ def config_for(
     return fixed if is_balanced else one_tile
 
 
+def ragged_config_for(spec: Spec, max_seqlen_q: int, max_seqlen_k: int) -> Config:
+    """The Config for sequences none of which is longer than the two maxima: the tile of a batch of such. How the tiles
+    are spread is on the device alone.
+    """
+    return _row_for(spec, max(1, max_seqlen_q), max(1, max_seqlen_k)).ragged()
+
+
+def ragged_tiles(total_q: int, tile_m: int, heads: int, batch: int) -> int:
+    """Work tiles that sequences of total_q queries together make at most, whatever their lengths."""
+    return (total_q // tile_m + batch) * heads
+
+
 def all_configs() -> Iterator[tuple[Spec, Config]]:
-    """Every (Spec, Config) that config_for can return; of FP8 those without scales of V's channels."""
+    """Every (Spec, Config) that config_for and ragged_config_for can return; of FP8 those without scales of V's
+    channels.
+    """
     kinds = [(dtype, "", ROWS) for dtype in DTYPES]
     kinds += [(FP8, dtype_o, rows) for dtype_o in DTYPES for rows in FP8_ROWS.values()]
     found: dict[tuple[Spec, Config], None] = {}  # as a set that keeps the order
@@ -166,6 +181,10 @@ def all_configs() -> Iterator[tuple[Spec, Config]]:
                 spec = Spec(dtype, *tile, causal, dtype_o)
                 for size in row.sizes():
                     found |= dict.fromkeys((spec, c) for c in size.all_schedules(causal))
+    for dtype, (tile, row), causal in product(DTYPES, ROWS.items(), (False, True)):
+        spec = Spec(dtype, *tile, causal, ragged=True)
+        for size in row.sizes():
+            found[spec, size.ragged()] = None
     yield from found
 
 
@@ -193,6 +212,16 @@ def balance(m_blocks: int, sequences: int, num_sms: int) -> float:
     dealt[1::2] = dealt[1::2, ::-1]
     loads = loads + dealt.sum(0)
     return float(loads.mean() / loads.max())
+
+
+def _row_for(spec: Spec, seqlen_q: int, seqlen_k: int, accumulation: str = ACCUMULATIONS[0]) -> Row:
+    rows = FP8_ROWS[accumulation] if spec.is_fp8 else ROWS
+    row = rows[spec.head_dim, spec.head_dim_v]
+    while row.small is not None and (
+        seqlen_k <= row.small_to or _padding(row.config, row.small.config, seqlen_q, seqlen_k) > PADDING[spec.causal]
+    ):
+        row = row.small
+    return row
 
 
 def _padding(large: Config, small: Config, seqlen_q: int, seqlen_k: int) -> float:

@@ -87,10 +87,10 @@ def forward(
         # NOTE: a counter of its own for every call: one that calls share would tie their streams together.
         tickets = zeros_like(tickets)
     try:
-        run(q, k, v, out, lse, None, None, tickets, scale_log2, num_sms)
+        run(q, k, v, out, lse, None, None, None, tickets, scale_log2, num_sms)
     except REFUSALS:
         check_tensors(q, k, v)
-        run(fitted(q), fitted(k), fitted(v), out, lse, None, None, tickets, scale_log2, num_sms)
+        run(fitted(q), fitted(k), fitted(v), out, lse, None, None, None, tickets, scale_log2, num_sms)
     return out, lse
 
 

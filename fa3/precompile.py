@@ -165,6 +165,7 @@ def describe_forward(spec: Spec, config: Config) -> str:
         f"{spec.dtype} {'accurate' if config.promotion else 'fast'} to {spec.dtype_o}" if spec.is_fp8 else spec.dtype
     )
     words = [f"{dtype} {spec.head_dim}/{spec.head_dim_v} {mask} {config.tile_m}x{config.tile_n}"]
+    words += ["ragged"] * spec.ragged
     words += ["dynamic" if config.dynamic else "persistent"] * config.persistent
     words += ["two places for Q"] * (config.q_stages > 1) + ["no ping-pong"] * (not config.pingpong)
     return " ".join(words)

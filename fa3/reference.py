@@ -81,6 +81,31 @@ def tiled_attention(
     return _cast(out, q.dtype), lse
 
 
+def ragged_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    sequences: Sequence[tuple[range, range]],
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    tile_m: int = 128,
+    tile_n: int = 128,
+) -> tuple[Array, Array]:
+    """tiled_attention of each sequence alone: q (total_q, Hq, D), k and v (total_k, Hkv, D | Dv), and of each sequence
+    the rows of its queries and of its keys.
+
+    Returns out (total_q, Hq, Dv) and lse (Hq, total_q); a row of no sequence has out 0 and lse -inf. No other rows of
+    q, k and v are read than those of the sequences.
+    """
+    out, lse = _nothing(q[None], v[None])
+    for queries, keys in sequences:
+        at, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        parts = q[None, at], k[None, seen], v[None, seen]
+        out[:, at], lse[:, :, at] = tiled_attention(*parts, softmax_scale, causal, tile_m=tile_m, tile_n=tile_n)
+    return out[0], lse[0]
+
+
 def split_attention(
     q: Array,
     k: Array,

@@ -25,7 +25,13 @@ UNUSED = (  # called when a kernel is loaded
     "_cudaLibraryLoadData", "_cudaLibraryGetKernel", "_cuKernelGetAttribute", "_cudaFuncSetAttribute",
     "_cudaKernelSetAttributeForDevice", "_cudaDeviceGetAttribute",
 )  # fmt: skip
-BFLOAT16, FLOAT16, FLOAT32 = (4, 16, 1), (2, 16, 1), (2, 32, 1)  # as DLPack has them: kind, bits, lanes
+BFLOAT16, FLOAT16, FLOAT32, INT32, INT64 = (
+    (4, 16, 1),
+    (2, 16, 1),
+    (2, 32, 1),
+    (0, 32, 1),
+    (0, 64, 1),
+)  # as DLPack has them: kind, bits, lanes
 CPU, CUDA = 1, 2
 
 
@@ -105,6 +111,35 @@ def calls():
     }
 
 
+def ragged_calls():
+    """Name -> q, k, v, out, lse, the lists and the counter of a ragged call. 3 sequences of together 7 queries and 5 keys."""
+    right = dict(q=(1, 7, 4, 64), k=(1, 5, 2, 64), v=(1, 5, 2, 64), out=(1, 7, 4, 64), lse=(1, 4, 7))
+    lists = dict(cu_q=(4,), cu_k=(4,), used_q=(3,), used_k=(3,), tickets=(1,))
+
+    def made(**changes):
+        tensors = []
+        for name, shape in {**right, **lists}.items():
+            change = changes.get(name, {})
+            dtype = INT32 if name in lists else FLOAT32 if name == "lse" else BFLOAT16
+            options = {"dtype": dtype, **change} if isinstance(change, dict) else {"dtype": dtype}
+            tensors.append(Tensor(shape if isinstance(change, dict) else change, **options))
+        return tensors
+
+    return {
+        "right": made(),
+        "right, on device 1": made(**dict.fromkeys({**right, **lists}, dict(device=1))),
+        "no lengths": made(used_q=(4,), used_k=(4,)),
+        "k.shape[1]": made(k=(1, 6, 2, 64)),
+        "cu_k.shape": made(cu_k=(5,)),
+        "used_k.shape": made(used_k=(4,)),
+        "cu_q.ndim": made(cu_q=(2, 2)),
+        "cu_q.dtype": made(cu_q=dict(dtype=INT64)),
+        "used_k.dtype": made(used_k=dict(dtype=FLOAT32)),
+        "cu_k.device": made(cu_k=dict(device=1)),
+        "used_q on the CPU": made(used_q=dict(kind=CPU)),
+    }
+
+
 def main() -> None:
     folder = tempfile.mkdtemp()
     source, library = Path(folder, "stubs.c"), Path(folder, "stubs.so")
@@ -120,13 +155,21 @@ def main() -> None:
     run = compile.load(Spec("bfloat16", 64, 64, False), Config(2, 128))  # linked to what was loaded first: the stubs
     seen, count = (ctypes.c_int * 64).in_dll(stubs, "seen"), ctypes.c_int.in_dll(stubs, "count")
     results = {}
-    for name, tensors in calls().items():
+
+    def note(name, run, tensors, lists=None, tickets=None):
         count.value, error = 0, ""
         try:
-            run(*map(tvm_ffi.from_dlpack, tensors), None, None, None, 0.1, 132)
+            run(*map(tvm_ffi.from_dlpack, tensors), None, None, lists, tickets, 0.1, 132)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
         results[name] = (error, seen[: count.value])
+
+    for name, tensors in calls().items():
+        note(name, run, tensors)
+    run = compile.load(Spec("bfloat16", 64, 64, False, ragged=True), Config(2, 128, persistent=True, dynamic=True))
+    for name, tensors in ragged_calls().items():
+        *lists, tickets = map(tvm_ffi.from_dlpack, tensors[5:])
+        note(f"ragged: {name}", run, tensors[:5], (*lists, 1, 1), tickets)
     print(json.dumps(results))
 
 

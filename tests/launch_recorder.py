@@ -24,6 +24,7 @@ class Call(NamedTuple):
     lse: torch.Tensor
     scales: tuple | None
     v_channel: torch.Tensor | None
+    ragged: tuple[torch.Tensor, ...] | None
     tickets: torch.Tensor | None
     scale_log2: float
     num_sms: int
@@ -44,6 +45,8 @@ class Recorder:
             if not all(takeable(x) and x.dtype == getattr(torch, spec.dtype) for x in call[:3]):
                 raise ValueError("as the compiled function does")
             if not spec.is_fp8 and not agree(call):
+                raise ValueError("as the compiled function does")
+            if spec.ragged and not are_lists(call):
                 raise ValueError("as the compiled function does")
             self.calls.append(call)
 
@@ -79,6 +82,13 @@ class Recorder:
 
         monkeypatch.setattr(torch.cuda, "device", Guard)
         return entered
+
+
+def are_lists(call: Call) -> bool:
+    """What the kernel is told about ragged sequences; and out lies in memory as the inputs must."""
+    cu_q, cu_k, used_q, used_k = lists = call.ragged[:4]
+    fit = all(x.dtype == torch.int32 and x.stride() == (1,) and x.device == call.q.device for x in lists)
+    return fit and takeable(call.out) and cu_q.shape == cu_k.shape and used_q.shape == used_k.shape
 
 
 def takeable(x: torch.Tensor) -> bool:

@@ -24,8 +24,10 @@ def results():
 
 
 def test_what_fits_is_launched_on_the_tensors_device_and_the_current_one_stays(results):
-    assert results["right"] == ["", [LAUNCH]]
-    assert results["right, on device 1"] == ["", [1, LAUNCH + 1, 0]]
+    for kind in ("", "ragged: "):
+        assert results[f"{kind}right"] == ["", [LAUNCH]]
+        assert results[f"{kind}right, on device 1"] == ["", [1, LAUNCH + 1, 0]]
+    assert results["ragged: no lengths"] == ["", [LAUNCH]]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,14 @@ def test_what_fits_is_launched_on_the_tensors_device_and_the_current_one_stays(r
         ("k on the CPU", "device_type=cuda"),
         ("v on the CPU", "device_type=cuda"),
         ("k.data", "aligned"),
+        ("ragged: k.shape[1]", "mV.shape[1]"),
+        ("ragged: cu_k.shape", "given[1].shape[0]"),
+        ("ragged: used_k.shape", "given[3].shape[0]"),
+        ("ragged: cu_q.ndim", "given[0]"),
+        ("ragged: cu_q.dtype", "given[0]"),
+        ("ragged: used_k.dtype", "given[3]"),
+        ("ragged: cu_k.device", "device index on given[1]"),
+        ("ragged: used_q on the CPU", "given[2]"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_launch(results, name, reason):
@@ -55,4 +65,4 @@ def test_what_does_not_fit_is_refused_before_the_launch(results, name, reason):
 
 
 def test_every_call_is_looked_at(results):
-    assert len(results) == 18
+    assert len(results) == 18 + 11

@@ -6,10 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa3.heuristics import ACCUMULATIONS, DTYPES, all_configs, config_for
+from fa3.heuristics import (
+    ACCUMULATIONS,
+    ALWAYS,
+    DTYPES,
+    ROWS,
+    all_configs,
+    config_for,
+    ragged_config_for,
+    ragged_tiles,
+)
 from fa3.kernels.forward.config import FP8, SHARED_BYTES, TILES, Config, Spec, tile_for
+from fa3.launch_varlen import STEP
 
 REGISTERS = 65536  # of an SM, for the one CTA that runs on it
+ALL = set(all_configs())
 sizes = st.integers(1, 20000)
 heads = st.integers(1, 4096)
 
@@ -33,9 +44,11 @@ def test_config_fits_the_chip(spec, config):
 def test_all_configs_are_distinct_and_cover_every_tile():
     pairs = list(all_configs())
     assert len(set(pairs)) == len(pairs)
-    kinds = {(s.dtype, s.dtype_o, s.head_dim, s.head_dim_v, s.causal) for s, _ in pairs}
+    kinds = {(s.dtype, s.dtype_o, s.head_dim, s.head_dim_v, s.causal) for s, _ in pairs if not s.ragged}
     dtypes = [(d, "") for d in DTYPES] + [(FP8, d) for d in DTYPES]
     assert kinds == {(*d, *t, c) for d in dtypes for t in TILES for c in (False, True)}
+    ragged = {(s.dtype, s.head_dim, s.head_dim_v, s.causal) for s, _ in pairs if s.ragged}
+    assert ragged == {(d, *t, c) for d in DTYPES for t in TILES for c in (False, True)}
     assert not any(s.v_channel_scale for s, _ in pairs)
     assert {c.promotion for s, c in pairs if s.is_fp8} == {0, 1} and all(
         not c.promotion for s, c in pairs if not s.is_fp8
@@ -46,7 +59,57 @@ def test_all_configs_are_distinct_and_cover_every_tile():
 def test_config_for_returns_what_all_configs_lists(dtype, tile, causal, seqlen_q, seqlen_k, heads, batch, num_sms):
     spec = Spec(dtype, *tile, causal)
     config = config_for(spec, seqlen_q, seqlen_k, heads, batch, num_sms)
-    assert (spec, config) in set(all_configs())
+    assert (spec, config) in ALL
+
+
+def ragged(tile, causal, dtype="bfloat16"):
+    return Spec(dtype, *tile, causal, ragged=True)
+
+
+ragged_specs = st.builds(ragged, st.sampled_from(TILES), st.booleans(), st.sampled_from(DTYPES))
+
+
+@given(ragged_specs, st.integers(0, 20000), st.integers(0, 20000))
+def test_ragged_config_for_returns_what_all_configs_lists(spec, max_q, max_k):
+    config = ragged_config_for(spec, max_q, max_k)
+    assert (spec, config) in ALL and config.dynamic and config.persistent
+
+
+@given(st.sampled_from(TILES), st.booleans(), sizes, sizes, heads, st.integers(1, 300))
+def test_sequences_of_equal_lengths_have_the_tile_of_the_dense_kernel(tile, causal, max_q, max_k, heads, batch):
+    """So their bits are the same. Bounds are as good as rounded up to what divides every size that matters."""
+    dense = config_for(Spec("bfloat16", *tile, causal), max_q, max_k, heads, batch, 132)
+
+    def choice(*bounds):
+        return ragged_config_for(ragged(tile, causal), *bounds)
+
+    found = choice(max_q, max_k)
+    assert (found.tile_m, found.tile_n) == (dense.tile_m, dense.tile_n)
+    assert found == choice(*(-(-n // STEP) * STEP for n in (max_q, max_k)))
+
+
+def test_the_step_of_bounds_divides_every_size_and_limit():
+    for size in (size for row in ROWS.values() for size in row.sizes()):
+        limits = {size.small_to, size.two_q, size.config.tile_m, size.config.tile_n} - {ALWAYS}
+        assert all(limit % STEP == 0 for limit in limits)
+
+
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=30), st.sampled_from([128, 192]), heads)
+def test_ragged_tiles_are_enough(lengths, tile_m, heads):
+    tiles = sum(-(-n // tile_m) for n in lengths) * heads
+    assert tiles <= ragged_tiles(sum(lengths), tile_m, heads, len(lengths))
+
+
+def test_known_choices_of_ragged():
+    def choice(tile, causal, longest):
+        return ragged_config_for(ragged(tile, causal), longest, longest)
+
+    drawn = {"persistent": True, "dynamic": True, "optimistic": True}
+    assert choice((128, 128), True, 8192) == Config(2, 128, pingpong=False, **drawn)
+    assert choice((64, 64), False, 16384) == Config(3, 128, 3, **drawn)
+    assert choice((64, 64), False, 197) == Config(2, 112, **drawn)
+    assert choice((256, 256), True, 512) == Config(2, 64, **drawn)
+    assert choice((192, 128), True, 4096) == Config(2, 128, **drawn)
 
 
 @given(st.integers(1, 256), st.integers(1, 256))
@@ -67,7 +130,7 @@ def test_config_for_fp8_returns_what_all_configs_lists(
 ):
     spec = Spec(FP8, *tile, causal, dtype_o)
     config = config_for(spec, seqlen_q, seqlen_k, heads, batch, num_sms, accumulation)
-    assert (spec, config) in set(all_configs())
+    assert (spec, config) in ALL
     assert config.promotion == 1 or accumulation == "fast"
     assert not config.chunk or spec.head_dim_v % config.chunk == 0
 

@@ -36,7 +36,7 @@ def test_what_the_kernel_is_called_with(recorder):
     assert (out.shape, out.dtype, out.is_contiguous()) == ((2, 5, 6, 40), torch.bfloat16, True)
     assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((2, 6, 5), torch.float32, True)
     assert call.scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-12)
-    assert call.num_sms == ASSUMED.num_sms and call.scales is call.v_channel is call.tickets is None
+    assert call.num_sms == ASSUMED.num_sms and call.scales is call.v_channel is call.ragged is call.tickets is None
     ((spec, config),) = recorder.loaded
     assert spec == Spec("bfloat16", 96, 96, True) and isinstance(config, Config)
 

@@ -16,10 +16,16 @@ from fa3.kernels import compile, sass
 from fa3.kernels.forward.config import SHARED_BYTES
 
 REGISTER_FILE = 65536  # 32-bit registers of an SM
-# Of FP8 with O in FP16, where nothing but the store differs, one schedule.
-CASES = [(s, c) for s, c in all_configs() if s.dtype_o != "float16" or (c.persistent and not c.dynamic)]
+# Of FP8 with O in FP16, where nothing but the store differs, one schedule. Of ragged kernels one type.
+CASES = [
+    (s, c)
+    for s, c in all_configs()
+    if (s.dtype_o != "float16" or (c.persistent and not c.dynamic)) and (not s.ragged or s.dtype == "bfloat16")
+]
+MASKS = {False: "full", True: "causal"}
 NAMES = [
-    f"{s.dtype}{s.dtype_o}-{s.head_dim}-{s.head_dim_v}-{'causal' if s.causal else 'full'}-{c.tile_n}" for s, c in CASES
+    f"{s.dtype}{s.dtype_o}-{s.head_dim}-{s.head_dim_v}-{MASKS[s.causal]}{'-ragged' * s.ragged}-{c.tile_n}"
+    for s, c in CASES
 ]
 SHUFFLES = 24  # row maxima and sums, and a ticket to the other lanes; of P there are none
 

@@ -217,11 +217,7 @@ class OneTile(NamedTuple):
     def follow(self, blocks_of: cutlass.Constexpr, run: cutlass.Constexpr):
         item, _, _ = cute.arch.block_idx()
         tile = self.order.grid.tile(*self.order.at(item), Int32(0), Int32(0))
-        if cutlass.const_expr(isinstance(self.order, RaggedOrder)):
-            if tile.m_block >= 0:
-                run(tile, blocks_of(tile))
-        else:
-            run(tile, blocks_of(tile))
+        run(tile, blocks_of(tile))
 
     def lead(self, blocks_of, run):
         self.follow(blocks_of, lambda tile, blocks: run(tile, blocks, nothing))
@@ -323,7 +319,9 @@ class Announced(NamedTuple):
     """
 
     order: RaggedOrder
-    tickets: cute.Tensor  # (1) int32 in global memory, 0 at the launch
+    tickets: (
+        cute.Tensor
+    )  # (1) int32 in global memory, 0 at the launch; anything where there are no more slots than CTAs
     found: cute.Tensor  # (stages, 3) int32 in shared memory: m_block, -1 after the last tile, head and batch
     ring: Ring
 
@@ -331,7 +329,14 @@ class Announced(NamedTuple):
     def rings(self):
         return (self.ring,)
 
-    draw = Dynamic.draw
+    @cute.jit
+    def draw(self) -> Int32:
+        """The ticket, in lane 0. Where every CTA has one slot at most there is no counter, and none is needed."""
+        ctas, _, _ = cute.arch.grid_dim()
+        ticket = Int32(0)
+        if (cute.arch.lane_idx() == 0) & (ctas < self.order.grid.tiles):
+            ticket = cute.arch.atomic_add(self.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return ticket
 
     @cute.jit
     def lead(self, blocks_of: cutlass.Constexpr, run: cutlass.Constexpr):

@@ -50,22 +50,27 @@ class Ragged(NamedTuple):
 
     cu_q: cute.Tensor  # (b + 1)
     cu_k: cute.Tensor
-    used_q: cute.Tensor  # (b); where all counts, anything
+    used_q: cute.Tensor  # (b); not read where all counts
     used_k: cute.Tensor
+    counts_q: Int32  # 0 where all queries count
+    counts_k: Int32
 
 
 class Side(NamedTuple):
     """The queries or the keys of a ragged batch."""
 
     cu: cute.Tensor
-    used: cute.Tensor | None
+    used: cute.Tensor
+    counts: Int32
 
     def first(self, batch: Int32) -> Int32:
         return uniform(read(self.cu, batch))
 
     def length(self, batch: Int32) -> Int32:
         whole = uniform(read(self.cu, batch + 1)) - self.first(batch)
-        return whole if self.used is None else cutlass.max(cutlass.min(uniform(read(self.used, batch)), whole), 0)
+        # NOTE: where all counts, of one number that is there, and dropped.
+        used = uniform(read(self.used, batch * self.counts))
+        return cutlass.select_(self.counts != 0, cutlass.max(cutlass.min(used, whole), 0), whole)
 
     def place(self, batch: Int32) -> tuple[Int32, tuple]:
         """Of the coordinates that `prims.tma.ragged` makes: that of the sequence's row 0, and its own."""
@@ -80,9 +85,9 @@ class RaggedSeqlen(NamedTuple):
     k: Side
 
     @staticmethod
-    def create(given: Ragged, used_q: bool, used_k: bool) -> "RaggedSeqlen":
+    def create(given: Ragged) -> "RaggedSeqlen":
         return RaggedSeqlen(
-            Side(given.cu_q, given.used_q if used_q else None), Side(given.cu_k, given.used_k if used_k else None)
+            Side(given.cu_q, given.used_q, given.counts_q), Side(given.cu_k, given.used_k, given.counts_k)
         )
 
     def of(self, batch: Int32) -> Lengths:

@@ -25,8 +25,6 @@ class Spec:
     dtype_o: str = ""  # of O where it is not that of Q: "bfloat16" or "float16"
     v_channel_scale: bool = False  # the columns of O have scales
     ragged: bool = False  # sequences of their own lengths, one behind the other
-    used_q: bool = False  # ragged: of which only the first queries count, so many each
-    used_k: bool = False  # and of keys
 
     @property
     def is_fp8(self) -> bool:

@@ -185,7 +185,7 @@ class Forward:
         V = operand(fetch, mV, v_modes, v_tile)
         O = operand(put, mO, [1, 3, 2, 0], o_tile)
         if const_expr(spec.ragged):
-            head_map, seqlen = HeadMap(ratio), RaggedSeqlen.create(given, spec.used_q, spec.used_k)
+            head_map, seqlen = HeadMap(ratio), RaggedSeqlen.create(given)
             slots = Slots(total_q // c.tile_m + sequences, heads_q)
             order = (RaggedLongestFirst if spec.causal else RaggedOrder)(slots, seqlen.q, sequences, Int32(c.tile_m))
         else:
@@ -352,7 +352,8 @@ class Forward:
 def ragged_batch() -> Ragged:
     """As `signature` wants it."""
     batch, edges = cute.sym_int(), cute.sym_int()
-    return Ragged(*(make_fake_tensor(Int32, (n,), (1,), assumed_align=4) for n in (edges, edges, batch, batch)))
+    tensors = (make_fake_tensor(Int32, (n,), (1,), assumed_align=4) for n in (edges, edges, batch, batch))
+    return Ragged(*tensors, Int32(0), Int32(0))
 
 
 def signature(spec: Spec, config: Config) -> tuple:

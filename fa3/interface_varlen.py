@@ -1,0 +1,114 @@
+"""The public function of ragged attention: sequences of any lengths one after the other, without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fa3 import launch_varlen, ops_varlen  # registers the operators
+from fa3.problem import (
+    check_are_tensors,
+    check_descales_apply,
+    check_flag,
+    check_later_arguments,
+    check_scale,
+)
+from fa3.problem_varlen import Sequences, bound_of, check_ragged, default_scale
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Any:  # Tensor, or (Tensor, Tensor)
+    """`flash_attn_func` of many sequences at once, each to itself, of lengths that only the device need know.
+
+    Sequence b has the queries q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]] and the keys k[cu_seqlens_k[b] :
+    cu_seqlens_k[b + 1]]; where seqused_q or seqused_k is given, only that many first ones of these.
+
+    Args:
+        q: (total_q, heads, head_dim), bfloat16 or float16 on a Hopper GPU.
+        k, v: (total_k, heads_kv, head_dim) and (total_k, heads_kv, head_dim_v) of q's dtype and device. Heads, head
+            dims and strides: as in `flash_attn_func`.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) in int32 on q's device, ascending from 0 or more to total_q or total_k
+            at most. Any sequence may have length 0, of queries, of keys or of both; batch may be 0.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths, an int or a 0-d tensor, or None. They choose the kernel's
+            tile and change nothing else: a bound that is too large or too small costs speed at most. The value of a
+            tensor on the GPU is not read: it stands for long sequences, as None does.
+        seqused_q, seqused_k: (batch,) in int32 on q's device, at least 0 and at most the lengths by cu_seqlens. What
+            lies behind them is padding: never read, and in out never written.
+        softmax_scale: finite, >= 0; by default 1 / sqrt(head_dim).
+        causal: query i of a sequence sees its key j where j <= i + its keys - its queries (bottom-right), else all.
+        out: (total_q, heads, head_dim_v) in q's dtype, on its device, with a contiguous last dimension: the result is
+            written into it, and it is returned. It must not overlap q, k or v.
+        qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin: not
+            supported here yet: must hold their defaults (pack_gqa may be False).
+        deterministic: the forward always is.
+        return_attn_probs, return_lse: both mean: return (out, lse). The first is FlashAttention-3's name.
+
+    Returns:
+        out (total_q, heads, head_dim_v) in q's dtype; with return_lse also lse (heads, total_q) in float32, the natural
+        logarithm of the sum of the exponentials of the scaled scores. A query that sees no key has output 0 and LSE
+        -inf. Rows of q that are no queries have, with seqused_q, output 0 and LSE -inf too. Without seqused_q only
+        rows before cu_seqlens_q[0] and from cu_seqlens_q[-1] on are no queries, and there both are uninitialised
+        memory, as in FlashAttention-3. A given out keeps what it holds in rows that are no queries.
+
+    Nothing waits for the device. What cu_seqlens and seqused hold may change between replays of a CUDA graph; make one
+    call before its capture, which loads the kernel. CPU tensors run `fa3.reference.ragged_attention` in the kernel's
+    tiles, float32 and float64 too. A call allocates out and lse, and copies of what TMA cannot take (see
+    `flash_attn_func`).
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it, its value and what is allowed. What
+            cu_seqlens and seqused hold is checked on the CPU; on a GPU other values than allowed are undefined.
+        NotImplementedError: an argument is not supported yet, or an input requires a gradient while gradients are on.
+        fa3.kernels.compile.CompilerMissing, LoaderMissing: as in `flash_attn_func`.
+    """
+    check_later_arguments(qv, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin)
+    for name, flag in (("causal", causal), ("return_attn_probs", return_attn_probs), ("return_lse", return_lse)):
+        check_flag(name, flag)
+    if softmax_scale is not None and not isinstance(softmax_scale, float):
+        check_scale(softmax_scale)
+        softmax_scale = float(softmax_scale)
+    bounds = bound_of("max_seqlen_q", max_seqlen_q), bound_of("max_seqlen_k", max_seqlen_k)
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *bounds)
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        check_descales_apply(q, q_descale, k_descale, v_descale)
+        check_ragged(q, k, v, sequences)  # says that FP8 comes later
+    if ops_varlen.is_plain(q, k, v, sequences, out):
+        made, lse = launch_varlen.forward(q, k, v, sequences, softmax_scale, causal, out)
+        if out is not None and not out.is_inference():
+            increment_version(out)
+    else:
+        check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        optional = {"seqused_q": seqused_q, "seqused_k": seqused_k, "out": out}
+        check_are_tensors(**{name: value for name, value in optional.items() if value is not None})
+        made, lse = ops_varlen.attend(
+            q, k, v, sequences, default_scale(q) if softmax_scale is None else softmax_scale, causal, out
+        )
+    return (made, lse) if return_attn_probs or return_lse else made

@@ -1,0 +1,150 @@
+"""The ragged forward on CUDA tensors: as launch.py does it for dense ones, with plans of its own.
+
+A plan is made for heads, head dims, number of sequences, type, device and maximal lengths, not for total lengths. How
+long each sequence is only the device knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, contiguous_format, float32, int32
+
+from fa3.device import chip
+from fa3.heuristics import ragged_config_for, ragged_tiles
+from fa3.kernels.compile import load
+from fa3.launch import PLANS_MAX, REFUSALS
+from fa3.problem import MAX_SCALE, SIZE_MAX, check_chip, check_scale
+from fa3.problem_varlen import (
+    TOTAL_MAX,
+    Sequences,
+    check_out,
+    check_ragged,
+    check_totals,
+    default_scale,
+    existing,
+    ragged_problem,
+)
+from fa3.reference import LOG2_E, SMALLEST_SCALE
+from fa3.tma import fitted
+
+STEP = 16  # divides every size and limit by which a Config is chosen: lengths are as good as rounded up to it
+
+
+class Plan(NamedTuple):
+    run: Callable[..., object] | None  # None: no sequence or no head
+    tile_m: int
+    heads: int
+    head_dim_v: int
+    batch: int
+    scale_log2: float  # of the default scale
+    num_sms: int
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    softmax_scale: float | None,
+    causal: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """O (total_q, Hq, Dv) in q's dtype, or out, and LSE (Hq, total_q) in fp32. Never waits for the device.
+
+    A new O whose sequences may leave rows unused (seqused_q) is 0 there, an LSE -inf. The compiled function looks in
+    every call at what is in no plan's key, as in launch.py, at the lists too, and refuses what it cannot take.
+    """
+    plan = _plan_of(q, k, v, sequences, causal)
+    scale_log2 = plan.scale_log2
+    if softmax_scale is not None:
+        if not 0.0 <= softmax_scale <= MAX_SCALE:
+            check_scale(softmax_scale)
+        scale_log2 = max(softmax_scale, SMALLEST_SCALE) * LOG2_E
+    if out is not None:
+        check_out(q, v, out)
+    total_q, total_k = q.shape[0], k.shape[0]
+    if total_q == 0 or total_k == 0 or plan.batch == 0 or plan.heads == 0:
+        check_ragged(q, k, v, sequences)
+        return _nothing(q, plan, sequences, out)
+    if sequences.seqused_q is None:
+        made = q.new_empty((total_q, plan.heads, plan.head_dim_v)) if out is None else out
+        lse = q.new_empty((plan.heads, total_q), dtype=float32)
+    else:
+        made = q.new_zeros((total_q, plan.heads, plan.head_dim_v)) if out is None else out
+        lse = q.new_full((plan.heads, total_q), -math.inf, dtype=float32)
+    _launch(plan, q, k, v, sequences, made, lse, scale_log2)
+    return made, lse
+
+
+def _launch(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor, lse: Tensor, scale_log2: float
+) -> None:
+    tiles = ragged_tiles(q.shape[0], plan.tile_m, plan.heads, plan.batch)
+    if tiles > SIZE_MAX or q.shape[0] > TOTAL_MAX or k.shape[0] > TOTAL_MAX:
+        check_totals(q.shape[0], k.shape[0], plan.heads, plan.batch, plan.tile_m)
+    cu_q, cu_k, used_q, used_k, _, _ = sequences
+    # Two that are None, or one, are not read: what stands for them has the size that the compiled function expects.
+    stand_in = cu_q if used_q is used_k else used_k if used_q is None else used_q
+    lists = cu_q, cu_k, stand_in if used_q is None else used_q, stand_in if used_k is None else used_k
+    ragged = *lists, int(used_q is not None), int(used_k is not None)
+    # NOTE: a counter of its own for every call: one that calls share would tie their streams together. Where no CTA has
+    # a second tile none is drawn: any number stands for the counter.
+    tickets = q.new_zeros(1, dtype=int32) if tiles > plan.num_sms else cu_q[:1]
+    others = None, None, ragged, tickets, scale_log2, plan.num_sms
+    tensors = [t.unsqueeze(0) for t in (q, k, v, out, lse)]
+    assert plan.run is not None
+    try:
+        plan.run(*tensors, *others)
+    except REFUSALS:
+        check_ragged(q, k, v, sequences)
+        _launch_on_copies(plan.run, tensors, others)
+
+
+def _launch_on_copies(run: Callable[..., object], tensors: list[Tensor], others: tuple) -> None:
+    """With tensors that the compiled function takes."""
+    q, k, v, out, lse = tensors
+    scales, v_channel, ragged, *rest = others
+    lists = tuple(x if x.stride(0) == 1 else x.clone(memory_format=contiguous_format) for x in ragged[:4])
+    place = fitted(out)  # a copy holds what is in out, because not every row is written
+    run(fitted(q), fitted(k), fitted(v), place, lse, scales, v_channel, (*lists, *ragged[4:]), *rest)
+    if place.data_ptr() != out.data_ptr():
+        out.copy_(place)
+
+
+def _nothing(q: Tensor, plan: Plan, sequences: Sequences, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where no query sees a key. Of an out that was given only the rows of queries are written."""
+    total_q = q.shape[0]
+    lse = q.new_full((plan.heads, total_q), -math.inf, dtype=float32)
+    if out is None:
+        return q.new_zeros((total_q, plan.heads, plan.head_dim_v)), lse
+    return out.masked_fill_(existing(sequences, total_q)[:, None, None], 0.0), lse
+
+
+def _plan_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool) -> Plan:
+    cu_q, _, used_q, used_k, max_q, max_k = sequences
+    used = None if used_q is None else used_q.shape, None if used_k is None else used_k.shape
+    bounds = -(-max_q // STEP), -(-max_k // STEP)
+    key = (q.shape[1:], v.shape[1:], q.dtype, q.get_device(), causal, cu_q.shape, used, bounds)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plan(q, k, v, sequences, causal)
+        if len(_plans) >= PLANS_MAX:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool) -> Plan:
+    scale = default_scale(q)
+    problem = ragged_problem(q, k, v, sequences, scale, causal)
+    found = chip(q.get_device())
+    check_chip(found)
+    p, config = problem, ragged_config_for(problem.spec, sequences.max_seqlen_q, sequences.max_seqlen_k)
+    run = load(p.spec, config) if p.batch and p.heads else None
+    return Plan(run, config.tile_m, p.heads, p.head_dim_v, p.batch, scale * LOG2_E, found.num_sms)
