@@ -64,8 +64,8 @@ class Row:
 
 OPTIMISTIC, FREE = {"optimistic": True}, {"pingpong": False}
 ROWS: dict[tuple[int, int], Row] = {
-    # 3 warpgroups keep the exponentials busier (+12 % at 4K and above); 192 rows do not divide 512 or 1024. 112 keys are
-    # for lengths that end early in a block of 128, all of them below 800: 197 (ViT) is 2 blocks of either.
+    # 3 warpgroups keep the exponentials busier (+12 % at 4K and above); 192 rows do not divide 512 or 1024. 112 keys
+    # are for lengths that end early in a block of 128, all of them below 800: 197 (ViT) is 2 blocks of either.
     (64, 64): Row(
         Config(3, 128, 3, **OPTIMISTIC),
         fixed_full=1024,

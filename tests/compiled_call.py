@@ -112,7 +112,7 @@ def calls():
 
 
 def ragged_calls():
-    """Name -> q, k, v, out, lse, the lists and the counter of a ragged call. 3 sequences of together 7 queries and 5 keys."""
+    """Name -> q, k, v, out, lse, lists and counter of a ragged call. 3 sequences of together 7 queries and 5 keys."""
     right = dict(q=(1, 7, 4, 64), k=(1, 5, 2, 64), v=(1, 5, 2, 64), out=(1, 7, 4, 64), lse=(1, 4, 7))
     lists = dict(cu_q=(4,), cu_k=(4,), used_q=(3,), used_k=(3,), tickets=(1,))
 

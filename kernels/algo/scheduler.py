@@ -175,7 +175,8 @@ class RaggedOrder(NamedTuple):
         slot, head = item % self.grid.slots, item // self.grid.slots
         batch = self.find(slot)
         nth, tiles = slot - self.start(batch), (self.queries.length(batch) + self.tile_m - 1) // self.tile_m
-        return cutlass.select_(nth < tiles, self.nth_of(nth, tiles), Int32(-1)), batch * self.grid.heads + head
+        is_one = (nth >= 0) & (nth < tiles)  # a slot below 0 lies before the first sequence
+        return cutlass.select_(is_one, self.nth_of(nth, tiles), Int32(-1)), batch * self.grid.heads + head
 
     def nth_of(self, nth: Int32, tiles: Int32) -> Int32:
         """The nth tile taken of a sequence that has so many."""
@@ -183,13 +184,13 @@ class RaggedOrder(NamedTuple):
 
     @cute.jit
     def find(self, slot: Int32) -> Int32:
-        """The sequence of a slot: every lane looks at one of 32 places."""
+        """The sequence of a slot, the first one for those before it: every lane looks at one of 32 places."""
         first, size = Int32(0), self.batch
         while size > 1:
             step = (size + LANES - 1) // LANES
             place = cutlass.min(first + cute.arch.lane_idx() * step, first + size - 1)
             at_or_before = cute.arch.popc(cute.arch.vote_ballot_sync(self.start(place) <= slot))
-            chosen = cutlass.min((at_or_before - 1) * step, size - 1)
+            chosen = cutlass.min(cutlass.max(at_or_before - 1, 0) * step, size - 1)
             first, size = first + chosen, cutlass.min(step, size - chosen)
         return first
 
@@ -319,9 +320,7 @@ class Announced(NamedTuple):
     """
 
     order: RaggedOrder
-    tickets: (
-        cute.Tensor
-    )  # (1) int32 in global memory, 0 at the launch; anything where there are no more slots than CTAs
+    tickets: cute.Tensor  # (1) int32 in global memory, 0 at the launch; not read where no CTA has a second slot
     found: cute.Tensor  # (stages, 3) int32 in shared memory: m_block, -1 after the last tile, head and batch
     ring: Ring
 

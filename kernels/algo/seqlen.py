@@ -79,7 +79,7 @@ class Side(NamedTuple):
 
 
 class RaggedSeqlen(NamedTuple):
-    """(total, h, d) tensors: sequences of their own lengths, one behind the other. No row outside is read or written."""
+    """(total, h, d) tensors: sequences of their own lengths, one behind the other; no row outside is touched."""
 
     q: Side
     k: Side

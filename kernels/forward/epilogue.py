@@ -101,8 +101,8 @@ class OutputTile(NamedTuple):
 
     @cute.jit
     def store(
-        self, acc_O: cute.Tensor, tiled_mma: cute.TiledMma, seqlen: DenseSeqlen | RaggedSeqlen, tile: WorkTile, row: Int32,
-        thread: Int32, end: Int32,
+        self, acc_O: cute.Tensor, tiled_mma: cute.TiledMma, seqlen: DenseSeqlen | RaggedSeqlen, tile: WorkTile,
+        row: Int32, thread: Int32, end: Int32,
     ):  # fmt: skip
         """acc_O (64, head_dim_v) -> sO -> O from `row` on, clipped at its end. `thread` of the warpgroup; the tile's
         key blocks lie in the rings before `end`.
