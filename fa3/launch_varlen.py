@@ -34,7 +34,7 @@ STEP = 16  # divides every size and limit by which a Config is chosen: lengths a
 
 
 class Plan(NamedTuple):
-    run: Callable[..., object] | None  # None: no sequence or no head
+    run: Callable[..., object] | None  # None: an empty problem
     tile_m: int
     heads: int
     head_dim_v: int
@@ -68,8 +68,8 @@ def forward(
         scale_log2 = max(softmax_scale, SMALLEST_SCALE) * LOG2_E
     if out is not None:
         check_out(q, v, out)
-    total_q, total_k = q.shape[0], k.shape[0]
-    if total_q == 0 or total_k == 0 or plan.batch == 0 or plan.heads == 0:
+    total_q = q.shape[0]
+    if plan.run is None:
         check_ragged(q, k, v, sequences)
         return _nothing(q, plan, sequences, out)
     if sequences.seqused_q is None:
@@ -130,7 +130,8 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool
     cu_q, _, used_q, used_k, max_q, max_k = sequences
     used = None if used_q is None else used_q.shape, None if used_k is None else used_k.shape
     bounds = -(-max_q // STEP), -(-max_k // STEP)
-    key = (q.shape[1:], v.shape[1:], q.dtype, q.get_device(), causal, cu_q.shape, used, bounds)
+    is_empty = q.shape[0] == 0 or k.shape[0] == 0
+    key = (q.shape[1:], v.shape[1:], q.dtype, q.get_device(), causal, cu_q.shape, used, bounds, is_empty)
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(q, k, v, sequences, causal)
@@ -146,5 +147,5 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool) -
     found = chip(q.get_device())
     check_chip(found)
     p, config = problem, ragged_config_for(problem.spec, sequences.max_seqlen_q, sequences.max_seqlen_k)
-    run = load(p.spec, config) if p.batch and p.heads else None
+    run = None if p.is_empty else load(p.spec, config)
     return Plan(run, config.tile_m, p.heads, p.head_dim_v, p.batch, scale * LOG2_E, found.num_sms)

@@ -86,6 +86,7 @@ class Recorder:
 
 def are_lists(call: Call) -> bool:
     """What the kernel is told about ragged sequences; and out lies in memory as the inputs must."""
+    assert call.ragged is not None
     cu_q, cu_k, used_q, used_k = lists = call.ragged[:4]
     fit = all(x.dtype == torch.int32 and x.stride() == (1,) and x.device == call.q.device for x in lists)
     return fit and takeable(call.out) and cu_q.shape == cu_k.shape and used_q.shape == used_k.shape

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fa3
-from fa3.device import ASSUMED
 from fa3.heuristics import ragged_config_for
 from fa3.kernels.forward.config import Spec
 from fa3.problem_varlen import Sequences, existing, rows_of
@@ -81,7 +80,7 @@ def test_every_sequence_runs_the_tiles_of_the_kernel(dtype, causal):
     x = make(of_q, of_k, heads_kv=2, ratio=2, head_dim=80, head_dim_v=40, dtype=dtype)
     out, lse = x.call(attend, 0.1, causal)
     spec = Spec("bfloat16", 96, 96, causal, ragged=True)
-    config = ragged_config_for(spec, 200, 300, sum(of_q), 4, 4, ASSUMED.num_sms)
+    config = ragged_config_for(spec, 200, 300)
     for queries, keys in zip(x.queries, x.keys, strict=True):
         at, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         dense = x.q[None, at], x.k[None, seen], x.v[None, seen]
