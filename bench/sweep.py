@@ -77,7 +77,7 @@ def fits(spec: Spec, config: Config) -> bool:
     if config.alternate and not (spec.is_fp8 and config.overlap and config.promotion):
         return False
     fragments = spec.head_dim_v // 2 + config.tile_n // 2 + config.tile_n // 4
-    return fragments + OTHER_REGISTERS <= config.registers[1]
+    return fragments + OTHER_REGISTERS <= config.registers(spec)[1]
 
 
 def without_spills(kernels: Iterable[tuple[Spec, Config]], jobs: int) -> tuple[list[tuple[Spec, Config]], list[str]]:

@@ -77,7 +77,7 @@ def explanation_of(
         num_ctas=num_ctas(config, problem.seqlen_q, problem.batch * problem.heads, found.num_sms),
         threads=config.threads,
         shared_bytes=config.shared_bytes(problem.spec),
-        registers=config.registers,
+        registers=config.registers(problem.spec),
         cache=state(problem.spec, config),
         copies=() if runs != "kernel" else _copies(q=q, k=k, v=v),
     )

@@ -109,6 +109,14 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool, keeps_lse: bool) -> Pla
     return Plan(run, out, lse, spare is None, tickets, scale * LOG2_E, found.num_sms)
 
 
+def _fresh(size: int, device: torch.device) -> Tensor:
+    """Memory that nothing under way uses any more: a block of the allocator may still be read on the default stream."""
+    made = torch.empty(size, dtype=float32, device=device)
+    if made.is_cuda:
+        torch.cuda.default_stream(device).synchronize()
+    return made
+
+
 def _without_memory(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
     """NOTE: a plan that held memory would hold it in the pool of the CUDA graph during whose capture it was made."""
     made = like.new_empty(shape, dtype=dtype)
@@ -129,6 +137,6 @@ def _spare(device: torch.device, shape: tuple[int, ...]) -> Tensor | None:
         if is_current_stream_capturing():
             return None
         with ThreadPoolExecutor(1) as another:
-            made = another.submit(lambda: torch.empty(limit, dtype=float32, device=device)).result()
+            made = another.submit(_fresh, limit, device).result()
         _spares.setdefault(device, made)
     return _spares[device][:size].view(shape)

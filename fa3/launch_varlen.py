@@ -130,7 +130,7 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool
     cu_q, _, used_q, used_k, max_q, max_k = sequences
     used = None if used_q is None else used_q.shape, None if used_k is None else used_k.shape
     bounds = -(-max_q // STEP), -(-max_k // STEP)
-    is_empty = q.shape[0] == 0 or k.shape[0] == 0
+    is_empty = 0 in (*q.shape[:1], *k.shape[:1])
     key = (q.shape[1:], v.shape[1:], q.dtype, q.get_device(), causal, cu_q.shape, used, bounds, is_empty)
     plan = _plans.get(key)
     if plan is None:

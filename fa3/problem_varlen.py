@@ -133,8 +133,7 @@ def _check_sequences(sequences: Sequences, device: torch.device) -> None:
                 f"{tensor.shape[0]}"
             )
     for name, value in (("max_seqlen_q", s.max_seqlen_q), ("max_seqlen_k", s.max_seqlen_k)):
-        if isinstance(value, int) and value < 0:  # a symbolic one is not looked at
-            raise ValueError(f"{name} is {value}; allowed: 0 and more, or None")
+        _check_bound(name, value)
 
 
 def check_out(q: Tensor, v: Tensor, out: Tensor) -> None:
@@ -188,7 +187,15 @@ def bound_of(name: str, value: object) -> int:
         return int(value.item()) if is_at_hand else LONG
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"{name} must be an int, a 0-d tensor or None, got {type(value).__name__}")
-    return value if isinstance(value, (int, torch.SymInt)) else int(value)  # type: ignore[return-value]
+    bound = value if isinstance(value, (int, torch.SymInt)) else int(value)
+    _check_bound(name, bound)
+    return bound  # type: ignore[return-value]
+
+
+def _check_bound(name: str, value: int | torch.SymInt) -> None:
+    """A symbolic one is not looked at."""
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{name} is {value}; allowed: 0 and more, or None")
 
 
 def rows_of(sequences: Sequences, total_q: int, total_k: int) -> list[tuple[range, range]]:

@@ -70,10 +70,10 @@ def test_every_config(account, case):
     assert found.count("SHFL") <= SHUFFLES + spec.ragged  # which tells where a tile is in more words
     assert found.count("UTMALDG") >= 3 and found.count("LDGSTS") == 0
     # The producer gave its registers away and the consumers got them.
-    assert sorted(set(found.setmaxnreg)) == sorted(config.registers)
-    producer, consumer = config.registers
-    assert 128 * (producer + config.warpgroups * consumer) <= REGISTER_FILE
-    assert found.registers * config.threads <= REGISTER_FILE
+    assert sorted(set(found.setmaxnreg)) == sorted(config.registers(spec))
+    producer, consumer = config.registers(spec)
+    # No more than the CTA begins with: for more a warpgroup would wait for ever.
+    assert 128 * (producer + config.warpgroups * consumer) <= found.registers * config.threads <= REGISTER_FILE
     # Everything stays in registers, WGMMAs run one after the other without waiting, and it fits an SM.
     assert not found.spills and found.stack_bytes == 0 and found.spill_bytes == 0
     assert found.count("LDL") == found.count("STL") == 0
@@ -134,7 +134,7 @@ def test_instructions_are_counted_by_family(monkeypatch):
         "LDLX": 1,
     }
     assert (found.count("LDL"), found.count("USETMAXREG"), found.count("HGMMA"), found.count("GMMA")) == (1, 2, 1, 0)
-    assert found.setmaxnreg == (32, 240)
+    assert found.setmaxnreg == (24, 240)
     assert found.spill_bytes == 20 and found.spills
     assert len(found.warnings) == 1 and found.warnings[0].startswith("ptxas info : (C7510)")
     assert (found.registers, found.shared_bytes) == (168, 1024)

@@ -394,7 +394,7 @@ class Announced(NamedTuple):
             stage = self.ring.stage(nth)
             m_block, head, batch = self.found[stage, 0], self.found[stage, 1], self.found[stage, 2]
             self.ring.free(nth)
-        return tuple(cute.arch.make_warp_uniform(x) for x in (m_block, head, batch))
+        return tuple(cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, 0)) for x in (m_block, head, batch))
 
 
 def nothing(): ...

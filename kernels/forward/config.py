@@ -65,10 +65,14 @@ class Config:
     def threads(self) -> int:
         return 128 * (1 + self.warpgroups)
 
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers a thread of the producer and of the consumers: what setmaxnreg makes of the 64 Ki of an SM."""
-        return {1: (56, 256), 2: (32, 240), 3: (32, 160)}[self.warpgroups]
+    def registers(self, spec: Spec) -> tuple[int, int]:
+        """Registers a thread of the producer and of the consumers, by setmaxnreg.
+
+        NOTE: together no more than the CTA had at its start, a multiple of 8 a thread: with more the last warpgroup
+        waits for ever. The producer of a ragged batch looks for tiles too.
+        """
+        two = (40, 232) if spec.ragged else (24, 240)
+        return {1: (56, 256), 2: two, 3: (32, 160)}[self.warpgroups]
 
     def o_place(self, spec: Spec) -> str:
         """Shared memory that O leaves through: "own", or where there is no room "q" or "v".

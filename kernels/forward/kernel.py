@@ -1,7 +1,7 @@
 """FlashAttention-3 forward for sm_90a: O = softmax(scale Q K^T) V and its log-sum-exp.
 
 role       warps              registers     waits for               signals
-producer   1 (of 4)           32..56        q, k, v empty           q, k, v full (TMA)
+producer   1 (of 4)           24..56        q, k, v empty           q, k, v full (TMA)
 consumer   4 a warpgroup      160..256      q, k, v full            q, k, v empty
 
 barrier        kind    depth         arrivals
@@ -246,7 +246,7 @@ class Forward:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        producer_registers, consumer_registers = c.registers
+        producer_registers, consumer_registers = c.registers(spec)
         if role == 0:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:

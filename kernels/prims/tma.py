@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync
@@ -30,7 +31,10 @@ def ragged(mX: cute.Tensor) -> cute.Tensor:
     _, total, heads, columns = mX.shape
     _, step, head, column = mX.stride
     number = mX.element_type.width // 8
-    back = cute.assume(Int64(ADDRESSES // LONGEST // number) - Int64(step), divby=16 // number)
+    aligned = 16 // number
+    # NOTE: of one row any stride is accepted, and it leads nowhere.
+    step = cute.assume(Int64(cutlass.select_(total > 1, Int64(step), Int64(aligned))), divby=aligned)
+    back = cute.assume(Int64(ADDRESSES // LONGEST // number) - step, divby=aligned)
     layout = cute.make_layout(
         ((total + 1, LONGEST + 1), LONGEST, heads, columns), stride=((step, back), step, head, column)
     )

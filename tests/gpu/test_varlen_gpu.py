@@ -407,3 +407,16 @@ def test_an_error_leaves_the_device_usable():
         with pytest.raises(error, match=words):
             replace(x, **changes).call(attend)
     verify(x)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_row_whose_stride_leads_nowhere(causal):
+    """Of a dimension of one element any stride is accepted, and TMA could not take this one."""
+    rows = torch.randn(5, 132, device=DEVICE, dtype=torch.bfloat16)
+    q, k, v = (rows[i:, :128].unflatten(1, (2, 64))[:1] for i in (0, 2, 4))
+    one = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    around = torch.full((1, 132), CANARY, device=DEVICE, dtype=torch.bfloat16)
+    into = around[:, :128].unflatten(1, (2, 64))
+    out, lse = attend(q, k, v, one, one, 1, 1, causal=causal, return_lse=True, out=into)
+    assert out is into and torch.equal(out, v) and (around[:, 128:] == CANARY).all()
+    torch.testing.assert_close(lse[:, 0], (q.float() * k.float()).sum(-1)[0] / 8, rtol=1e-4, atol=1e-5)
