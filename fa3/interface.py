@@ -75,7 +75,8 @@ def flash_attn_func(
         (batch, heads, seqlen_q) in float32, the natural logarithm of the sum of the exponentials of the scaled scores.
 
     CPU tensors run `fa3.reference.tiled_attention` in the kernel's tile order, float32 and float64 too (lse is float64
-    for float64), FP8 ones `fa3.reference_fp8.fp8_attention`. A call allocates out and lse, of FP8 the packed V too.
+    for float64), FP8 ones `fa3.reference_fp8.fp8_attention`. A call allocates out, lse where it is returned or has more
+    than 64 Ki rows, a counter of 4 bytes where the grid is large, and of FP8 the packed V and prepared scales.
     Inputs that TMA cannot take (data pointer not a multiple of 16 bytes, or a stride that is not a multiple of 16
     bytes, in a dimension of more than one element) are copied first; `explain` tells which. The kernel runs on the
     current stream of the tensors' device; make one call before capturing a CUDA graph, which loads the kernel.

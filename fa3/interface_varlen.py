@@ -80,8 +80,8 @@ def flash_attn_varlen_func(
 
     Nothing waits for the device. What cu_seqlens and seqused hold may change between replays of a CUDA graph; make one
     call before its capture, which loads the kernel. CPU tensors run `fa3.reference.ragged_attention` in the kernel's
-    tiles, float32 and float64 too. A call allocates out and lse, and copies of what TMA cannot take (see
-    `flash_attn_func`).
+    tiles, float32 and float64 too. A call allocates out, lse, a counter of 4 bytes where there are many
+    tiles, and copies of what TMA cannot take (see `flash_attn_func`). A copied out is written back whole.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it, its value and what is allowed. What
