@@ -169,7 +169,7 @@ def test_explain_says_what_a_kernel_would_do():
     assert found.tile == (config.tile_m, config.tile_n) and found.threads == config.threads
     assert found.num_tiles == 2 * 8 * math.ceil(1000 / config.tile_m)
     assert found.num_ctas == (min(found.num_tiles, 132) if config.persistent else found.num_tiles)
-    assert found.shared_bytes == config.shared_bytes(found.spec) and found.registers == config.registers
+    assert found.shared_bytes == config.shared_bytes(found.spec) and found.registers == config.registers(found.spec)
     assert found.cache in ("memory", "disk", "absent") and found.copies == ()
     text = str(found)
     for words in ("kernel on meta", "bfloat16", "causal", "8 / 2", f"{config.tile_m} queries", found.cache, "none"):
