@@ -15,7 +15,7 @@ from torch import Tensor
 from fa3 import launch, ops  # ops registers the operator
 from fa3.device import chip
 from fa3.heuristics import ACCUMULATIONS
-from fa3.problem import check_are_tensors, check_flag, check_later_arguments, check_scale, default_scale, split_packed
+from fa3.problem import check_are_tensors, check_flags, check_later_arguments, check_scale, default_scale, split_packed
 
 if TYPE_CHECKING:
     from fa3.explanation import Explanation
@@ -102,8 +102,7 @@ def flash_attn_func(
             return with_descales(q, k, v, *descales, softmax_scale, causal, return_attn_probs, return_lse)
     # fmt: on
     if not (isinstance(causal, bool) and isinstance(return_attn_probs, bool) and isinstance(return_lse, bool)):
-        for name, flag in (("causal", causal), ("return_attn_probs", return_attn_probs), ("return_lse", return_lse)):
-            check_flag(name, flag)
+        check_flags(causal=causal, return_attn_probs=return_attn_probs, return_lse=return_lse)
     if softmax_scale is not None and not isinstance(softmax_scale, float):
         check_scale(softmax_scale)
         softmax_scale = float(softmax_scale)
@@ -180,7 +179,7 @@ def explain(
     from fa3.explanation import explanation_of
 
     check_are_tensors(q=q, k=k, v=v)
-    check_flag("causal", causal)
+    check_flags(causal=causal)
     scale = default_scale(q) if softmax_scale is None else softmax_scale
     return explanation_of(q, k, v, scale, causal, accumulation)
 

@@ -15,7 +15,7 @@ from fa3.problem import (
     FP8,
     check_accumulation,
     check_descales_apply,
-    check_flag,
+    check_flags,
     check_later_arguments,
     check_scale,
     check_tensors,
@@ -74,7 +74,7 @@ def flash_attn_fp8_func(
     Raises: as `flash_attn_func`.
     """
     check_later_arguments(None, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin)
-    check_flag("deterministic", deterministic)
+    check_flags(deterministic=deterministic)
     _check_quantized_call(softmax_scale, causal, accumulation, return_attn_probs, return_lse)
     x = quantize_qkv(
         q,
@@ -133,8 +133,7 @@ def _check_quantized_call(
     softmax_scale: float | None, causal: bool, accumulation: str, return_attn_probs: bool, return_lse: bool
 ) -> None:
     """Before anything is quantised or packed."""
-    for name, flag in (("causal", causal), ("return_attn_probs", return_attn_probs), ("return_lse", return_lse)):
-        check_flag(name, flag)
+    check_flags(causal=causal, return_attn_probs=return_attn_probs, return_lse=return_lse)
     check_accumulation(accumulation, FP8)
     if softmax_scale is not None:
         check_scale(softmax_scale)

@@ -11,7 +11,7 @@ from fa3 import launch_varlen, ops_varlen  # registers the operators
 from fa3.problem import (
     check_are_tensors,
     check_descales_apply,
-    check_flag,
+    check_flags,
     check_later_arguments,
     check_scale,
 )
@@ -90,8 +90,7 @@ def flash_attn_varlen_func(
         fa3.kernels.compile.CompilerMissing, LoaderMissing: as in `flash_attn_func`.
     """
     check_later_arguments(qv, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin)
-    for name, flag in (("causal", causal), ("return_attn_probs", return_attn_probs), ("return_lse", return_lse)):
-        check_flag(name, flag)
+    check_flags(causal=causal, return_attn_probs=return_attn_probs, return_lse=return_lse)
     if softmax_scale is not None and not isinstance(softmax_scale, float):
         check_scale(softmax_scale)
         softmax_scale = float(softmax_scale)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, empty_like, float32, int32, zeros_like
@@ -69,9 +69,7 @@ def forward(
 
             return row_major(q, k, v, softmax_scale, causal)
         plan = _plan(q, k, v, causal, keeps_lse)
-        if len(_plans) >= PLANS_MAX:
-            _plans.clear()
-        _plans[key] = plan
+        remember(_plans, key, plan)
     run, out, lse, makes_lse, tickets, scale_log2, num_sms = plan
     if softmax_scale is not None:
         if not 0.0 <= softmax_scale <= MAX_SCALE:
@@ -92,6 +90,13 @@ def forward(
         check_tensors(q, k, v)
         run(fitted(q), fitted(k), fitted(v), out, lse, None, None, None, tickets, scale_log2, num_sms)
     return out, lse
+
+
+def remember(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
+    """For the next call like this one; with PLANS_MAX others it takes the place of all."""
+    if len(plans) >= PLANS_MAX:
+        plans.clear()
+    plans[key] = plan
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool, keeps_lse: bool) -> Plan:

@@ -16,7 +16,7 @@ from torch.cuda import current_device
 from fa3.device import chip
 from fa3.heuristics import ACCUMULATIONS, config_of
 from fa3.kernels.compile import load
-from fa3.launch import PLANS_MAX, REFUSALS
+from fa3.launch import REFUSALS, remember
 from fa3.problem import MAX_SCALE, check_chip, check_scale, check_sizes, check_tensors, default_scale
 from fa3.problem_fp8 import check_quantized, quantized_problem
 from fa3.quant.formats import QuantizedQKV
@@ -44,9 +44,7 @@ def forward(x: QuantizedQKV, softmax_scale: float, causal: bool, accumulation: s
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(x, softmax_scale, causal, accumulation)
-        if len(_plans) >= PLANS_MAX:
-            _plans.clear()
-        _plans[key] = plan
+        remember(_plans, key, plan)
     if not 0.0 <= softmax_scale <= MAX_SCALE:
         check_scale(softmax_scale)
     out = x.q.new_empty(plan.out_shape, dtype=x.dtype)

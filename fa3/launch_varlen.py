@@ -15,7 +15,7 @@ from torch import Tensor, contiguous_format, float32, int32
 from fa3.device import chip
 from fa3.heuristics import ragged_config_for, ragged_tiles
 from fa3.kernels.compile import load
-from fa3.launch import PLANS_MAX, REFUSALS
+from fa3.launch import REFUSALS, remember
 from fa3.problem import MAX_SCALE, SIZE_MAX, check_chip, check_scale
 from fa3.problem_varlen import (
     TOTAL_MAX,
@@ -135,9 +135,7 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(q, k, v, sequences, causal)
-        if len(_plans) >= PLANS_MAX:
-            _plans.clear()
-        _plans[key] = plan
+        remember(_plans, key, plan)
     return plan
 
 

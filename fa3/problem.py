@@ -185,10 +185,11 @@ def check_scale(softmax_scale: float) -> None:
         raise ValueError(f"softmax_scale is {softmax_scale}; allowed: finite (up to {MAX_SCALE:.3g}) and >= 0")
 
 
-def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        kind = type(value)
-        raise TypeError(f"{name} must be True or False, got {value!r} of type {kind.__module__}.{kind.__qualname__}")
+def check_flags(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise TypeError(f"{name} must be True or False, got {value!r} of type {kind}")
 
 
 def check_accumulation(accumulation: object, dtype: torch.dtype) -> None:

@@ -1,4 +1,8 @@
-"""Tests marked gpu run on a Hopper GPU and are skipped elsewhere, saying why."""
+"""Marked tests are skipped where they cannot run, saying why: gpu without a Hopper GPU, inductor without compilers."""
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,3 +14,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         reason = why_not()
         if reason:
             pytest.skip(reason)
+    if item.get_closest_marker("inductor") and not (
+        importlib.util.find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang")))
+    ):
+        pytest.skip("inductor needs triton and a C compiler")
+
+
+@pytest.fixture
+def no_sync() -> Iterator[None]:
+    """Anything that waits for the device raises."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")

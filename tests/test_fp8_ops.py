@@ -303,7 +303,7 @@ def test_another_chip_is_refused_before_anything_is_loaded(recorder, monkeypatch
 
 
 def test_plans_do_not_pile_up(recorder, monkeypatch):
-    monkeypatch.setattr(launch_fp8, "PLANS_MAX", 3)
+    monkeypatch.setattr(launch, "PLANS_MAX", 3)
     for seqlen in range(1, 9):
         launch_fp8.forward(quantized(seqlen_q=seqlen), 0.1, False, "accurate")
         assert len(launch_fp8._plans) <= 3

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from fa3.heuristics import balance
 from fa3.kernels.algo.scheduler import Folded, Grid, InOrder, LongestFirst
+from fa3.kernels.prims.tma import LONGEST
+from fa3.problem_varlen import TOTAL_MAX
 
 grids = st.builds(lambda m, h, b: Grid(m, h, h * b), st.integers(1, 23), st.integers(1, 9), st.integers(1, 7))
 
@@ -69,3 +71,7 @@ def test_ctas_of_a_persistent_causal_grid_end_together(m_blocks, sequences, wors
 def test_the_host_foresees_the_balance(m_blocks, sequences, num_sms):
     loads = [sum(m + 1 for m, _ in mine) for mine in work(Folded(Grid(m_blocks, 1, sequences)), num_sms)]
     assert balance(m_blocks, sequences, num_sms) == pytest.approx(sum(loads) / num_sms / max(loads), abs=1e-9)
+
+
+def test_no_ragged_batch_is_longer_than_what_the_kernel_finds_a_sequence_among():
+    assert TOTAL_MAX == LONGEST

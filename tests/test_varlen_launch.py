@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa3 import interface_varlen, launch_varlen, ops_varlen
+from fa3 import interface_varlen, launch, launch_varlen, ops_varlen
 from fa3.device import ASSUMED, named
 from fa3.heuristics import LONG, ragged_config_for
 from fa3.kernels.forward.config import Spec
@@ -134,7 +134,7 @@ def test_a_repeated_call_plans_once_and_checks_its_scale(recorder):
 
 
 def test_plans_do_not_pile_up(recorder, monkeypatch):
-    monkeypatch.setattr(launch_varlen, "PLANS_MAX", 4)
+    monkeypatch.setattr(launch, "PLANS_MAX", 4)
     for batch in range(1, 20):
         forward(make([2] * batch, [3] * batch))
         assert len(launch_varlen._plans) <= 4

@@ -154,8 +154,7 @@ class Slots(NamedTuple):
     def tiles(self):
         return self.slots * self.heads
 
-    def tile(self, m_block: Int32, sequence: Int32, nth: Int32, base: Int32) -> WorkTile:
-        return WorkTile(m_block, sequence % self.heads, sequence // self.heads, nth, base)
+    tile = Grid.tile
 
 
 class RaggedOrder(NamedTuple):

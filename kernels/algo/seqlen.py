@@ -50,7 +50,7 @@ class Ragged(NamedTuple):
 
     cu_q: cute.Tensor  # (b + 1)
     cu_k: cute.Tensor
-    used_q: cute.Tensor  # (b); not read where all counts
+    used_q: cute.Tensor  # (b); where all counts, anything of one number or more
     used_k: cute.Tensor
     counts_q: Int32  # 0 where all queries count
     counts_k: Int32

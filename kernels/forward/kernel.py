@@ -176,22 +176,21 @@ class Forward:
         k_tile = sm90.make_smem_layout_b(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.stages)
         v_tile = sm90.make_smem_layout_b(v_layout, (64, spec.head_dim_v, c.tile_n), dtype, c.stages)
         fetch, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        batch, seqlen_q, heads, _ = mQ.shape
+        _, seqlen_k, heads_kv, _ = mK.shape
+        head_map = HeadMap(heads // heads_kv)
         if const_expr(spec.ragged):
-            sequences, total_q = given.cu_q.shape[0] - 1, mQ.shape[1]
-            heads_q, ratio = mQ.shape[2], mQ.shape[2] // mK.shape[2]
             mQ, mK, mV, mO = (ragged(x) for x in (mQ, mK, mV, mO))
         Q = operand(fetch, mQ, [1, 3, 2, 0], q_tile)
         K = operand(fetch, mK, [1, 3, 2, 0], k_tile)
         V = operand(fetch, mV, v_modes, v_tile)
         O = operand(put, mO, [1, 3, 2, 0], o_tile)
         if const_expr(spec.ragged):
-            head_map, seqlen = HeadMap(ratio), RaggedSeqlen.create(given)
-            slots = Slots(total_q // c.tile_m + sequences, heads_q)
+            seqlen, sequences = RaggedSeqlen.create(given), given.cu_q.shape[0] - 1
+            slots = Slots(seqlen_q // c.tile_m + sequences, heads)
             order = (RaggedLongestFirst if spec.causal else RaggedOrder)(slots, seqlen.q, sequences, Int32(c.tile_m))
         else:
-            batch, seqlen_q, heads, _ = mQ.shape
-            _, seqlen_k, heads_kv, _ = mK.shape
-            head_map, seqlen = HeadMap(heads // heads_kv), DenseSeqlen(Lengths(seqlen_q, seqlen_k))
+            seqlen = DenseSeqlen(Lengths(seqlen_q, seqlen_k))
             order = self.order(seqlen_q, seqlen_k, heads, batch, head_map.ratio)
         ctas = order.grid.tiles if const_expr(not c.persistent) else cutlass.min(order.grid.tiles, num_sms)
         self.kernel(Q, K, V, O, mLSE, scales, v_channel, tickets, qk, pv, scale_log2, seqlen, head_map, order).launch(
@@ -208,7 +207,9 @@ class Forward:
         kv_bytes = Int64(seqlen_k) * (spec.element_bytes * (spec.head_dim + spec.head_dim_v))
         return LongestFirst(grid, section_in_l2(kv_bytes, ratio, grid.sequences))
 
-    def scheduler(self, smem, order, tickets: cute.Tensor | None, consumers: int):
+    def scheduler(
+        self, smem, order, tickets: cute.Tensor | None, consumers: int
+    ) -> OneTile | Persistent | Dynamic | Announced:
         if not self.config.persistent:
             return OneTile(order)
         if not self.config.dynamic:

@@ -1,8 +1,6 @@
 """The host side on a Hopper GPU: streams, devices, graphs, host time, memory, strides, operator, compiler."""
 
-import importlib.util
 import math
-import shutil
 
 import pytest
 import torch
@@ -15,10 +13,6 @@ from fa3.testing.tolerance import expected
 pytestmark = pytest.mark.gpu
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-INDUCTOR = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not any(map(shutil.which, ("cc", "gcc", "clang"))),
-    reason="inductor needs triton and a C compiler",
-)
 
 
 def attend(q, k, v, causal=False):
@@ -42,15 +36,6 @@ def assert_equal(got, wanted):
 def assert_a_valid_call_works():
     assert_right(*make(Case(seqlen_q=65, seqlen_k=65), "cuda"))
     torch.cuda.synchronize()
-
-
-@pytest.fixture
-def no_sync():
-    """Anything that waits for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 # Streams
@@ -372,7 +357,7 @@ def layer(q, k, v):
     return out + 1, lse.exp()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "packed"])
 def test_compile_makes_one_graph(backend, layout):
     torch._dynamo.reset()
@@ -396,7 +381,7 @@ def test_new_lengths_compile_at_most_twice(dynamic):
     assert counter.frame_count <= 2
 
 
-@INDUCTOR
+@pytest.mark.inductor
 def test_compile_with_cuda_graphs():
     torch._dynamo.reset()
     compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)

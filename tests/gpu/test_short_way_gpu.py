@@ -1,7 +1,5 @@
 """The way of eager code on plain tensors past the dispatcher: who may take it, what it shares, what it costs."""
 
-import importlib.util
-import shutil
 import time
 
 import pytest
@@ -17,10 +15,6 @@ from fa3.testing.inputs import Case, make
 pytestmark = pytest.mark.gpu
 
 HOST_US = {False: 20.0, True: 25.0}  # gradients off, on; `bench host` asks for 12 and 15, of a host that is not slow
-INDUCTOR = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not any(map(shutil.which, ("cc", "gcc", "clang"))),
-    reason="inductor needs triton and a C compiler",
-)
 
 
 def attend(q, k, v):
@@ -105,7 +99,7 @@ def test_calls_that_drop_their_lse_share_memory_and_give_the_same_bits():
     assert_equal(*zip(*results, (captured, wanted[0][0]), (shared, wanted[1][0]), strict=True))
 
 
-@INDUCTOR
+@pytest.mark.inductor
 def test_a_first_call_without_lse_inside_of_an_operator_that_a_graph_is_made_of():
     """Whatever this call keeps must not be in the pool of the graph, which counts what is alive there."""
     library = torch.library.Library("fa3_test", "FRAGMENT")

@@ -264,15 +264,6 @@ def test_a_captured_graph_replays_on_other_used_lengths():
             assert_right(now, got, causal=True)
 
 
-@pytest.fixture
-def no_sync():
-    """Anything that waits for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
 def test_nothing_waits_for_the_device(no_sync):
     torch.cuda.set_sync_debug_mode("default")
     x = make([300, 0, 77], [200, 5, 77], room_q=[301, 2, 77], room_k=[300, 5, 80], heads_kv=2, device=DEVICE)
