@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from fa3 import quant as quant
     from fa3.interface import explain, flash_attn_func, flash_attn_qkvpacked_func, is_available, why_not
     from fa3.interface_fp8 import flash_attn_fp8_func, flash_attn_quantized_func
+    from fa3.interface_kvcache import flash_attn_with_kvcache, get_scheduler_metadata
     from fa3.interface_varlen import flash_attn_varlen_func
 
 __version__ = "0.1.0"
@@ -17,6 +18,8 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_quantized_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
     "is_available",
     "why_not",
 ]
@@ -24,6 +27,8 @@ ELSEWHERE = {
     "flash_attn_fp8_func": "fa3.interface_fp8",
     "flash_attn_quantized_func": "fa3.interface_fp8",
     "flash_attn_varlen_func": "fa3.interface_varlen",
+    "flash_attn_with_kvcache": "fa3.interface_kvcache",
+    "get_scheduler_metadata": "fa3.interface_kvcache",
 }
 
 
