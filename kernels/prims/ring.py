@@ -16,10 +16,11 @@ class Ring(NamedTuple):
     stages: int
     tile_bytes: int
     consumers: int  # arrivals that empty a stage
+    producers: int = 1  # arrivals that fill it
 
     def init(self):
         for stage in range(self.stages):
-            cute.arch.mbarrier_init(self.full + stage, 1)
+            cute.arch.mbarrier_init(self.full + stage, self.producers)
             cute.arch.mbarrier_init(self.empty + stage, self.consumers)
 
     def stage(self, i):
@@ -51,7 +52,11 @@ class Ring(NamedTuple):
     def claim(self, i):
         """Wait until the stage is free and announce its bytes; returns the mbarrier that the copies must signal."""
         self.wait_empty(i)
+        return self.announce(i, self.tile_bytes)
+
+    def announce(self, i, number):
+        """So many bytes will land in a stage that is free; returns the mbarrier that the copies must signal."""
         full = self.full + self.stage(i)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, number)
         return full

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ..prims.fp8 import product, unpack
-from .address import words_at
+from ..prims.address import words_at
 from .config import CHUNK, Rotary
 
 

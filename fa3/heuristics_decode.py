@@ -1,0 +1,51 @@
+"""Which kernel a decode call gets, and over how many CTAs its keys are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from fa3.kernels.decode.config import BOXES, GATHER, Config, Spec
+from fa3.kernels.forward.config import TILES
+
+STAGES = {(64, 64): 12, (96, 96): 8, (128, 128): 6, (192, 128): 5, (192, 192): 4, (256, 256): 3}  # of 64 keys
+FEW = 4  # sequences
+FULL = 0.75  # of the multiprocessors: with so many busy the memory is
+
+
+def config_for(spec: Spec, batch: int = FEW, split_size: int = 0) -> Config:
+    """Blocks of 128 keys cost the consumers less a key; of 64 more CTAs have one where there are few."""
+    stages = STAGES[spec.head_dim, spec.head_dim_v]
+    if batch > FEW and stages >= 6 and split_size % 128 == 0:
+        return Config(128, stages // 2)
+    return Config(64, stages)
+
+
+def pages_of(page_size: int | None) -> int:
+    """Spec.pages."""
+    if page_size is None:
+        return 0
+    return next((box for box in BOXES if page_size % box == 0), GATHER)
+
+
+def shares_for(units: int, blocks: int, num_sms: int) -> int:
+    """CTAs among which the keys of all sequences, `blocks` at most, are divided, for each of `units` tiles and heads.
+
+    As many as there is a multiprocessor for; of more units, as many as leave few of them idle at the end.
+    """
+
+    def busy(shares: int) -> float:
+        ctas = units * shares
+        return ctas / (-(-ctas // num_sms) * num_sms)
+
+    shares = max(1, num_sms // units)
+    if busy(shares) < FULL:
+        shares = max(range(1, 9), key=lambda n: (min(busy(n), 0.95), -n))
+    return max(1, min(shares, blocks))
+
+
+def all_configs() -> Iterator[tuple[Spec, Config]]:
+    """The kernels of calls without splits given, softcap, chunks and sinks."""
+    for dtype, tile, pages, splits in product(("bfloat16", "float16"), TILES, (0, *BOXES, GATHER), (True, False)):
+        spec = Spec(dtype, *tile, pages, splits)
+        yield from ((spec, config) for config in dict.fromkeys(config_for(spec, batch) for batch in (1, FEW + 1)))
