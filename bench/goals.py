@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bench import decode_cases, ragged_cases
 from bench.peers import PEERS
 from bench.recorded import Point, share_of_cublas, sizes
 from bench.shapes import DIMS_PAIRS, GRID, NAMED, ODD_PAIRS, Shape
 
 Pairs = Sequence[tuple[Shape, Shape]]
+Cases = Sequence[decode_cases.Case] | Sequence[ragged_cases.Case]
 Value = Callable[[Point], float | None]
 NEVER_SLOWER = 1.02  # times: what two measurements of one kernel differ by
 
@@ -125,6 +127,34 @@ def worst_pair(pairs: Pairs, by_time: bool) -> Callable[[Sequence[Point]], Figur
     return lambda points: _worst(ratios(points, pairs, by_time), len(pairs), is_most=by_time)
 
 
+def tb_per_s(point: Point) -> float | None:
+    """Of the K and V that our decode reads."""
+    return point.by_name["ours"]["config"]["tb_per_s"] if "ours" in point.by_name else None
+
+
+def at_cases(points: Iterable[Point], names: Iterable[str], value: Value) -> dict[str, float]:
+    """By the name of a serving problem, of its last point that has the value."""
+    wanted = set(names)
+    values = ((point.name, value(point)) for point in points if point.name in wanted)
+    return {name: figure for name, figure in values if figure is not None}
+
+
+def worst_case(cases: Cases, value: Value, is_most: bool = False) -> Callable[[Sequence[Point]], Figure | None]:
+    names = [case.name for case in cases]
+    return lambda points: _worst(at_cases(points, names, value), len(names), is_most)
+
+
+def over_case(cases: Cases) -> Callable[[Sequence[Point]], Figure | None]:
+    """Our time at the first of two over that at the second."""
+    first, beside = (case.name for case in cases)
+
+    def figure(points: Sequence[Point]) -> Figure | None:
+        found = at_cases(points, (first, beside), time_of_ours)
+        return Figure(found[first] / found[beside], first) if len(found) == 2 else None
+
+    return figure
+
+
 def _worst(found: dict[str, float], of: int, is_most: bool) -> Figure | None:
     if not found:
         return None
@@ -141,6 +171,10 @@ def _dims(*head_dims: int) -> Pairs:
 HD64, HD128, HD256 = "hd64-", "hd128-", "hd256-"
 FULL_16K, CAUSAL_16K = [NAMED["hd128-16k-full"]], [NAMED["hd128-16k-causal"]]
 FP8_POINTS, FP8_WIDE = at(HD64, HD128), at(HD256)
+
+LEAST_TB_PER_S = {1: 3.6, 16: 4.25, 64: 4.35, 128: 4.35}  # by page size
+LATENCY_US = {"b1-1k": 6.6, "b1-4k": 9.0, "b1-64k": 63.0}
+ALL_PAGED = [case for cases in ragged_cases.PAGED.values() for case in cases]
 
 GOALS: dict[str, tuple[Goal, ...]] = {
     "forward": (
@@ -179,6 +213,40 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             "head dim 128, 16K full: our BF16's time over the call's",
             1.25, worst(FULL_16K, over("bf16", "ours_call")),
         ),
+    ),
+    "decode": (
+        *(
+            Goal(f"{case.name}: us", LATENCY_US[case.name], worst_case([case], time_of_ours, True), True, ".1f")
+            for case in decode_cases.LATENCY
+        ),
+        Goal("contiguous, large batches: TB/s", 4.5, worst_case(decode_cases.BANDWIDTH, tb_per_s), form=".2f"),
+        *(
+            Goal(f"shuffled pages of {page}: TB/s", LEAST_TB_PER_S[page], worst_case(cases, tb_per_s), form=".2f")
+            for page, cases in decode_cases.PAGED.items()
+        ),
+        Goal(
+            "a graph captured at one key, replayed at 64K: time over that captured at 64K",
+            1.1, over_case(decode_cases.REPLAYED), is_most=True,
+        ),
+        Goal("4 queries: time over one's", 1.25, over_case(decode_cases.QUERIES), is_most=True),
+        Goal("MHA, pages of 8: us", 125, worst_case([decode_cases.MHA_PAGE8], time_of_ours, True), True, ".1f"),
+        Goal("window of 512 in 32K keys: time over 512 keys'", 1.15, over_case(decode_cases.WINDOW), is_most=True),
+        Goal(
+            "one sequence of 64K keys among 63 of 512: time over equal ones'",
+            1.1, over_case(decode_cases.UNEQUAL), is_most=True,
+        ),
+    ),
+    "ragged": (
+        Goal(
+            "lengths of 1 to 8K, causal: TFLOP/s over those of equal sequences, dense",
+            0.92, worst_case(ragged_cases.UNIFORM[:1], over("ours_dense", "ours")),
+        ),
+        Goal(
+            "one sequence of 64K among 63 of 512: time over equal ones'",
+            1.1, worst_case(ragged_cases.ONE_LONG, over("ours", "ours_equal"), True), is_most=True,
+        ),
+        Goal("16K in pages: TFLOP/s over contiguous", 0.95, worst_case(ALL_PAGED, over("ours_equal", "ours"))),
+        Goal("16K in pages: TFLOP/s over dense", 0.95, worst_case(ALL_PAGED, over("ours_dense", "ours"))),
     ),
 }  # fmt: skip
 

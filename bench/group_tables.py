@@ -77,6 +77,8 @@ def must_show(records: Records) -> str:
             lambda: records.pairs("dims"),
         ],
         "fp8": [lambda: records.fp8, lambda: records.fp8_longest],
+        "decode": [lambda: records.decode],
+        "ragged": [lambda: records.ragged, lambda: records.ragged_paged],
     }  # fmt: skip
     rows = []
     for suite, of_suite in parts.items():

@@ -165,12 +165,17 @@ def attempt(contender: Contender, shape: Shape, tensors: Inputs, check: Check) -
     held = getattr(contender.attention, "output", None)
     if held is not None:
         held.fill_(math.nan)
+    return tried(partial(contender.attention, *tensors, shape.causal), around(contender.attention), check.ratio)
+
+
+def tried(call: Callable[[], Any], entered: Around, ratio: Callable[[Any], float]) -> tuple[float, str]:
+    """The same of any call: its output's error over PyTorch's is what `ratio` says."""
     with warnings.catch_warnings(record=True) as said:  # PyTorch's backends say there why they refuse
         warnings.simplefilter("always")
         try:
-            with around(contender.attention)():
-                out = contender.attention(*tensors, shape.causal)
-            error = check.ratio(out)
+            with entered():
+                out = call()
+            error = ratio(out)
         except Exception as problem:  # a peer that refuses, or ours: a line in the table either way
             why = next((str(w.message).split(" (Triggered")[0] for w in said if "because" in str(w.message)), "")
             return math.nan, f"{reason(problem)} {why}".strip()

@@ -5,25 +5,31 @@ sample (`around`), as around a model, and no call pays for it.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.shapes import Shape
 from fa3.testing.timing import Around, first_tensor
 
 Attention = Callable[[Any, Any, Any, bool], Any]
+T = TypeVar("T")
 PEERS = ("cudnn", "fa2", "fa3", "fa4", "flashinfer")
 WORKSPACE_BYTES = 128 * 1024 * 1024  # FlashInfer's documentation asks for so much
 
 
 def load(names: Iterable[str]) -> tuple[dict[str, Attention], dict[str, str]]:
     """(implementations that import here, reason for each that does not)."""
+    return load_of(_LOADERS, names)
+
+
+def load_of(loaders: Mapping[str, Callable[[], T]], names: Iterable[str]) -> tuple[dict[str, T], dict[str, str]]:
+    """The same of a suite with implementations of its own."""
     loaded, missing = {}, {}
     for name in names:
         try:
-            loaded[name] = _LOADERS[name]()
+            loaded[name] = loaders[name]()
         except Exception as error:  # a peer that is broken in any way is a line in the table
             missing[name] = reason(error)
     return loaded, missing
@@ -138,7 +144,9 @@ _LOADERS: dict[str, Callable[[], Attention]] = {
 }
 IMPLS = tuple(_LOADERS)
 NO_ATTENTION = ("ours_quantize", "copy")  # Q, K and V to FP8 alone, and a copy that moves as many bytes
-OTHERS = ("ours_call", *NO_ATTENTION)  # with the whole FP8 call from 16 bit: in records, not in `load`
+# In records, not in `load`: the whole FP8 call from 16 bit; what ragged attention is set beside, the same function and
+# the dense one on equal sequences.
+OTHERS = ("ours_call", *NO_ATTENTION, "ours_equal", "ours_dense")
 FP8 = "float8_e4m3fn"
 
 

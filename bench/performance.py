@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench import documents, group_tables, io_tables, plots, tables
+from bench import documents, group_tables, io_tables, plots, serving_tables, tables
 from bench.machine import run_command
 from bench.plots import Plot, Source
 from bench.recorded import NotRecorded, Point, Record, Records, sizes
@@ -21,7 +21,7 @@ from fa3.device import HOPPER, named
 
 GPU = "h200"  # whose records the documents show
 DOCUMENTS = ("README.md", "docs/performance.md")
-BLOCKS = {**tables.BLOCKS, **group_tables.BLOCKS, **io_tables.BLOCKS}
+BLOCKS = {**tables.BLOCKS, **group_tables.BLOCKS, **io_tables.BLOCKS, **serving_tables.BLOCKS}
 FIGURES = Path("docs", "figures")
 ABOUT = f"batch * length = {TOKENS}, heads * head dim = {WIDTH}"
 ABOUT_LENGTHS = "the same E4M3 tensors for all, V ~ N(1, 1), against float64"

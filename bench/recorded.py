@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from bench import decode_cases, ragged_cases
 from bench.peers import FP8, PEERS
 from bench.records import PROBLEM, RESULTS
 from bench.shapes import GRID, GROUPS, NAMED, Shape
@@ -20,7 +21,7 @@ from fa3.device import HOPPER, Chip, named
 
 Record = Mapping[str, Any]
 LONGEST = tuple(shape for shape in GRID if shape.seqlen_q == max(s.seqlen_q for s in GRID))
-SUITES = ("forward", "fp8", "accuracy", "host", "startup", "memory", "traffic")  # that are shown
+SUITES = ("forward", "fp8", "decode", "ragged", "accuracy", "host", "startup", "memory", "traffic")  # that are shown
 BOTH = "16 bit"  # a point in both types: BF16 by impl alone, FP16 with its type after it
 SAME_POINT = datetime.timedelta(seconds=10)  # records of a point are written together; a new process takes longer
 
@@ -59,6 +60,11 @@ def sizes(shape: Shape) -> tuple[Any, ...]:
 NAMES = {sizes(shape): shape.name for shape in NAMED.values()}
 
 
+def case_of(record: Record) -> str:
+    """The name of a serving problem, which its sizes alone do not tell; "" elsewhere."""
+    return (record["config"] or {}).get("case", "")
+
+
 def accumulation(record: Record) -> str:
     """`accurate` or `fast` of our FP8 attention, empty of everything else."""
     config = record["config"] or {}
@@ -89,7 +95,7 @@ class Point:
     @property
     def name(self) -> str:
         """Of the shape, where it has one."""
-        return NAMES.get(sizes(self.shape), self.label)
+        return self.shape.name or NAMES.get(sizes(self.shape), self.label)
 
     @property
     def best(self) -> str:
@@ -150,14 +156,15 @@ def points(records: Iterable[Record], dtype: str) -> list[Point]:
             if name and record["graph_us"]:
                 by_name[name] = record
         if by_name:
-            shape = Shape("", **{name: group[0][name] for name in PROBLEM})
+            shape = Shape(case_of(group[0]), **{name: group[0][name] for name in PROBLEM})
             made.append(Point(shape, group[0]["commit"], by_name))
     return made
 
 
 def _together(first: Record, other: Record) -> bool:
     began, then = (datetime.datetime.fromisoformat(r["date"]) for r in (first, other))
-    return (first["commit"], problem_of(first)) == (other["commit"], problem_of(other)) and then - began < SAME_POINT
+    is_one = all(of(first) == of(other) for of in (lambda r: r["commit"], problem_of, case_of))
+    return is_one and then - began < SAME_POINT
 
 
 def _name(record: Record, dtype: str, before: Mapping[str, Record]) -> str:
@@ -181,15 +188,33 @@ def newest(
     made: dict[tuple[Any, ...], list[Point]] = {sizes(shape): [] for shape in shapes}
     for point in points(records, dtype):
         made.get(sizes(point.shape), []).append(point)
+    return _newest(
+        records, list(made.values()), f"shapes with {', '.join([*names, *beside])} in {dtype}", names, beside
+    )
+
+
+def newest_cases(
+    records: Sequence[Record], cases: Sequence[str], names: Sequence[str], beside: Sequence[str] = ()
+) -> list[Point]:
+    """The same of serving problems, by their names."""
+    made: dict[str, list[Point]] = {case: [] for case in cases}
+    for point in points(records, "bfloat16"):
+        made.get(point.shape.name, []).append(point)
+    return _newest(records, list(made.values()), f"cases with {', '.join([*names, *beside])}", names, beside)
+
+
+def _newest(
+    records: Sequence[Record], made: Sequence[list[Point]], what: str, names: Sequence[str], beside: Sequence[str]
+) -> list[Point]:
     chosen: list[dict[str, Point]] = []  # of each shape, by commit
-    for runs in made.values():
+    for runs in made:
         seen = {name for point in runs for name in point.by_name}
         wanted = {*names, *(seen & set(beside))}
         chosen.append({point.commit: point for point in runs if wanted <= point.by_name.keys()})
     for commit in dict.fromkeys(record["commit"] for record in reversed(records)):
         if chosen and all(commit in by_commit for by_commit in chosen):
             return [by_commit[commit] for by_commit in chosen]
-    raise NotWhole(f"no commit has all {len(shapes)} shapes with {', '.join([*names, *beside])} in {dtype}")
+    raise NotWhole(f"no commit has all {len(made)} {what}")
 
 
 def one_run(records: Sequence[Record], shapes: Sequence[Shape], dtype: str, names: Sequence[str]) -> list[Point]:
@@ -250,6 +275,22 @@ class Records:
 
     def fp8_group(self, name: str) -> list[Point]:
         return newest(self.suite("fp8"), GROUPS[name], FP8, ("accurate",), ("fast", "bf16", "fa3"))
+
+    @cached_property
+    def decode(self) -> list[Point]:
+        return newest_cases(self.suite("decode"), [case.name for case in decode_cases.SHOWN], ("ours",), PEERS)
+
+    @cached_property
+    def ragged(self) -> list[Point]:
+        return self._ragged(ragged_cases.SHOWN)
+
+    @cached_property
+    def ragged_paged(self) -> list[Point]:
+        return self._ragged(ragged_cases.GROUPS["paged"])
+
+    def _ragged(self, cases: Sequence[ragged_cases.Case]) -> list[Point]:
+        names = ("ours", "ours_equal", "ours_dense")
+        return newest_cases(self.suite("ragged"), [case.name for case in cases], names, PEERS)
 
     @cached_property
     def memory(self) -> list[Record]:

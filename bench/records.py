@@ -25,9 +25,11 @@ FIELDS = (
     "config", "gpu", "torch", "date", "commit",
 )  # fmt: skip
 ADDED_FIELDS = ("rounds", "graph_lower_us", "graph_upper_us", "graph_calls")  # older records lack them
-MORE_FIELDS = {  # of suites that measure something else than time
+MORE_FIELDS = {  # of suites that measure something else than time, or more than a shape says
     "accuracy": ("case", "rmse", "rel_error"),
     "memory": ("case", "extra_bytes"),
+    "decode": ("page_size", "mode"),
+    "ragged": ("page_size", "mode"),
     "traffic": ("dram_bytes", "dram_formula", "l2_bytes", "l2_formula"),
 }
 

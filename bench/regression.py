@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from bench.machine import Machine
 from bench.measure import Pace
-from bench.recorded import NAMES, Point, Record, accumulation, points, problem_of, read, share_of_cublas
+from bench.recorded import NAMES, Point, Record, accumulation, case_of, points, problem_of, read, share_of_cublas
 from bench.records import PROBLEM, RESULTS, append, short_name
 from bench.shapes import Shape
 
@@ -38,13 +38,22 @@ class Compared(NamedTuple):
 FIGURES = {
     "forward": (Compared("graph_us", "us", ".1f"),),
     "fp8": (Compared("graph_us", "us", ".1f"),),
+    "decode": (Compared("graph_us", "us", ".1f"), Compared("cold_us", "us from DRAM", ".1f")),
+    "ragged": (Compared("graph_us", "us", ".1f"),),
     "host": (Compared("cpu_us", "us of the host", ".1f"), Compared("extra_bytes", "bytes")),
     "startup": (Compared("cpu_us", "us"),),
     "memory": (Compared("extra_bytes", "bytes"),),
     "traffic": (Compared("dram_bytes", "bytes of DRAM"), Compared("l2_bytes", "bytes from L2")),
     "accuracy": (Compared("rmse", "RMSE", ".3e"), Compared("rel_error", "relative error", ".3e")),
 }
-APART = {"host": ("gradients",), "startup": ("cache",), "traffic": ("warpgroups",), "accuracy": ("scales", "at")}
+APART = {
+    "decode": ("case",),
+    "ragged": ("case",),
+    "host": ("gradients",),
+    "startup": ("cache",),
+    "traffic": ("warpgroups",),
+    "accuracy": ("scales", "at"),
+}
 
 Baseline = Mapping[tuple[Any, ...], Sequence[Record]]  # the newest, by what makes two records comparable
 
@@ -189,8 +198,8 @@ def _key(record: Record) -> tuple[Any, ...]:
 
 def _words(record: Record) -> str:
     shape = Shape("", **{name: record[name] for name in PROBLEM})
-    name = NAMES.get(problem_of(record), Point(shape, "", {}).label)
-    apart = (str(x) for x in _key(record)[3 + len(PROBLEM) :] if x is not None)
+    name = case_of(record) or NAMES.get(problem_of(record), Point(shape, "", {}).label)
+    apart = (str(x) for x in _key(record)[3 + len(PROBLEM) :] if x not in (None, name))
     return " ".join(filter(None, (name, record["impl"], record["dtype"], accumulation(record), *apart)))
 
 

@@ -18,7 +18,7 @@ from bench.measure import PRODUCT_SIZE, Outcome, Pace
 from bench.peers import PEERS
 from bench.plots import Plot
 from bench.records import Origin
-from bench.shapes import Shape
+from bench.shapes import Named
 from bench.tables import of_model, percent
 from fa3.console import table
 
@@ -57,7 +57,7 @@ def stepped(out: Console, items: Sequence[T], name: Callable[[T], str] = str) ->
             bar.advance(task)
 
 
-def in_turn(out: Console, shapes: Sequence[Shape], pace: Pace, left: list[str]) -> Iterator[Shape]:
+def in_turn(out: Console, shapes: Sequence[Named], pace: Pace, left: list[str]) -> Iterator[Named]:
     """The shapes, under a bar. What would end past the deadline, were it as long as the longest so far, goes to
     `left`.
     """

@@ -5,9 +5,9 @@ FLOPs are counted as the papers count them: two GEMMs, multiply and add, over th
 causal mask on a square that is half of the square, and the exact number of pairs otherwise.
 """
 
-import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 TOKENS = 16384  # batch * seqlen of every point of the grid
 WIDTH = 2048  # heads * head_dim
@@ -59,14 +59,14 @@ def _square(name, batch, seqlen, heads, heads_kv, head_dim, causal, head_dim_v=N
     return Shape(name, batch, seqlen, seqlen, heads, heads_kv, head_dim, head_dim_v or head_dim, causal)
 
 
-def _label(seqlen: int) -> str:
+def label(seqlen: int) -> str:
     return f"{seqlen // 1024}k" if seqlen % 1024 == 0 else str(seqlen)
 
 
 def _point(head_dim: int, seqlen: int, causal: bool, head_dim_v: int | None = None) -> Shape:
     """Of the grid, or as large: as many heads as WIDTH holds."""
     dims = f"hd{head_dim}" + (f"v{head_dim_v}" if head_dim_v not in (None, head_dim) else "")
-    name, heads = f"{dims}-{_label(seqlen)}-{'causal' if causal else 'full'}", WIDTH // head_dim
+    name, heads = f"{dims}-{label(seqlen)}-{'causal' if causal else 'full'}", WIDTH // head_dim
     return _square(name, TOKENS // seqlen, seqlen, heads, heads, head_dim, causal, head_dim_v)
 
 
@@ -123,22 +123,29 @@ GROUPS = {
 NAMED = {shape.name: shape for shape in (*(shape for group in GROUPS.values() for shape in group), *SMOKE)}
 
 
+class HasName(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=HasName)
+
+
 def select(names: Iterable[str]) -> tuple[Shape, ...]:
     """Shapes by name, by the name of a group, or by the start of a name ("hd128", "hd128-16k"). Raises ValueError for
     no match.
     """
-    chosen: dict[str, Shape] = {}
+    return select_of(names, GROUPS, NAMED)
+
+
+def select_of(
+    names: Iterable[str], groups: Mapping[str, Sequence[Named]], named: Mapping[str, Named]
+) -> tuple[Named, ...]:
+    """The same of a suite that has shapes of its own."""
+    chosen: dict[str, Named] = {}
     for name in names:
-        found = GROUPS.get(name) or [s for s in NAMED.values() if s.name == name or s.name.startswith(f"{name}-")]
+        found = groups.get(name) or [s for s in named.values() if s.name == name or s.name.startswith(f"{name}-")]
         if not found:
-            raise ValueError(f"no shape named {name!r}; there are {', '.join((*GROUPS, *NAMED))}")
+            raise ValueError(f"no shape named {name!r}; there are {', '.join((*groups, *named))}")
         chosen.update((shape.name, shape) for shape in found)
     return tuple(chosen.values())
-
-
-def select_or_exit(options: argparse.ArgumentParser, names: Iterable[str]) -> tuple[Shape, ...]:
-    """`select` for a command line: a name that is not there ends the process as other wrong arguments do."""
-    try:
-        return select(names)
-    except ValueError as error:
-        options.error(str(error))

@@ -11,6 +11,8 @@ DEFAULT = "forward"
 SUITES = {
     "forward": ("bench.forward", "TFLOP/s of BF16 and FP16 attention beside the peers that are here"),
     "fp8": ("bench.fp8", "FP8: the kernel accurate and fast, the whole call, quantising, FlashAttention-3"),
+    "decode": ("bench.decode", "one query against a KV cache, dense and paged, beside the peers that are here"),
+    "ragged": ("bench.ragged", "attention over sequences of many lengths beside equal ones and the peers"),
     "accuracy": ("bench.accuracy", "errors of FP8 against float64: the paper's protocol, growing length, needle, flat"),
     "host": ("bench.host", "host time of a call and the memory that it takes"),
     "startup": ("bench.startup", "the first call of a process, with an empty and a filled kernel cache"),

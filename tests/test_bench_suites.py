@@ -56,7 +56,7 @@ def test_options_go_to_the_suite_that_is_named_or_to_forward(monkeypatch):
 
 def test_an_unknown_suite_is_one_sentence(capsys):
     assert cli.main(["bench", "speed"]) == 2
-    assert "no suite named 'speed'; there are forward, fp8, accuracy, host" in capsys.readouterr().err
+    assert "no suite named 'speed'; there are forward, fp8, decode, ragged, accuracy, host" in capsys.readouterr().err
 
 
 def test_a_suite_runs_by_the_command(tmp_path, capsys):
