@@ -59,8 +59,9 @@ class Call(NamedTuple):
         return [x for x in (self.q, self.k_cache, self.v_cache, self.sink, self.out) if x is not None]
 
     def check(self) -> CacheProblem:
-        q, k_cache, v_cache, serving, softmax_scale, _, *others = self
-        return check_decode(q, k_cache, v_cache, serving, softmax_scale, *others)
+        tensors = self.q, self.k_cache, self.v_cache
+        options = self.softmax_scale, self.sink, self.num_splits, self.split_size
+        return check_decode(*tensors, self.serving, *options, self.out)
 
 
 def attend(call: Call) -> Result:
