@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from fa3 import ops_kvcache  # registers the operators
 from fa3.arguments_kvcache import Given, check_given, check_supported, only_one
 from fa3.launch import remember
 from fa3.problem import check_flags, check_gradients, check_scale
-from fa3.problem_kvcache import batch_of, check_added, check_last_pages, check_splits, check_values
+from fa3.problem_kvcache import batch_of, check_added, check_int, check_last_pages, check_splits, check_values
 from fa3.problem_varlen import bound_of
 from fa3.serving import Serving
 from fa3.variant import Variant, variant_of
@@ -190,13 +189,12 @@ def get_scheduler_metadata(
 
 def _lengths(cache_seqlens: Any) -> tuple[Any, int | None]:
     """cache_seqlens as a list on the device, or as a number that the host knows."""
-    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (numbers.Integral, torch.SymInt)):
-        if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-            raise TypeError(f"cache_seqlens must be an int, a torch.Tensor or None, got {type(cache_seqlens).__name__}")
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         return cache_seqlens, None
-    if cache_seqlens < 0:
-        raise ValueError(f"cache_seqlens is {cache_seqlens}; allowed: 0 and more")
-    return None, cache_seqlens if isinstance(cache_seqlens, torch.SymInt) else int(cache_seqlens)  # type: ignore
+    count = check_int("cache_seqlens", cache_seqlens, "an int, a torch.Tensor or None")
+    if count < 0:
+        raise ValueError(f"cache_seqlens is {count}; allowed: 0 and more")
+    return None, count
 
 
 def _check(given: Given, has_length: bool, is_plain: bool) -> None:
@@ -204,8 +202,8 @@ def _check(given: Given, has_length: bool, is_plain: bool) -> None:
     if not is_plain:
         check_given(given, has_length)
         return
-    looks = tuple(x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given)
-    key = has_length, looks
+    looks = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given]
+    key = has_length, *looks
     if key not in _valid:
         check_given(given, has_length)
         remember(_valid, key, True)

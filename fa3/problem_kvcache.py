@@ -247,6 +247,8 @@ def check_values(q: Tensor, k_cache: Tensor, serving: Serving, variant: Variant)
         raise ValueError(f"kv_indptr ends at {int(s.indptr[-1])}, but kv_indices has {s.page_table.shape[0]} pages")
     if s.lengths is not None:
         for i, length in enumerate(s.lengths.tolist()):
+            if length < 0 and s.indptr is not None:
+                raise ValueError(f"the pages of sequence {i} hold {-length} rows less than k; allowed: all of k's rows")
             if length < 0:
                 raise ValueError(f"cache_seqlens[{i}] is {length}; allowed: 0 and more")
     for i, stored in enumerate(sequences_of(q, k_cache, s)):
@@ -285,10 +287,12 @@ def _check_ascending(name: str, offsets: Tensor) -> None:
             raise ValueError(f"{name} holds {edge} after {before}; allowed: ascending from 0 or more")
 
 
-def check_int(name: str, value: Any) -> int:
+def check_int(name: str, value: Any, allowed: str = "an int") -> int:
     """value, an int or one of NumPy's, or the symbol of one."""
+    if type(value) is int:  # nearly always, and quick
+        return value
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        raise TypeError(f"{name} must be {allowed}, got {type(value).__name__}")
     return value if isinstance(value, torch.SymInt) else int(value)  # type: ignore[return-value]
 
 

@@ -239,33 +239,57 @@ def test_the_operators_check_what_they_are_given():
         NEW(x.q, x.k_cache.nan_to_num().to_sparse(), *given[2:])
 
 
-@pytest.mark.parametrize("given_out", [False, True])
-def test_a_plain_call_goes_to_the_launch_itself(monkeypatch, given_out):
-    """What CUDA tensors do in eager code, seen with CPU ones; and in the order that the launch takes."""
+@pytest.fixture
+def launches(monkeypatch):
+    """What calls on CUDA tensors in eager code hand to the launch, seen with CPU ones."""
     calls = []
 
     def forward(*arguments):
         calls.append(arguments)
-        return ops_kvcache.attend(ops_kvcache.Call(*arguments))
+        made, lse = ops_kvcache.attend(ops_kvcache.Call(*arguments)._replace(out=None))
+        out = arguments[-1]
+        return made if out is None else out.data.copy_(made), lse  # which no version counts, as of a kernel
 
     module = types.ModuleType("fa3.launch_decode")
     module.forward = forward
     monkeypatch.setitem(sys.modules, "fa3.launch_decode", module)
     monkeypatch.setattr(fa3, "launch_decode", module, raising=False)
     monkeypatch.setattr(ops_kvcache, "is_plain", lambda *x: True)
+    return calls
+
+
+@pytest.mark.parametrize("given_out", [False, True])
+def test_a_plain_call_goes_to_the_launch_itself(launches, given_out):
     x = case(page_size=4)
     sink, out = torch.ones(4), place(x) if given_out else None
     version = out._version if given_out else None
     got = x.call(fa3.flash_attn_with_kvcache, causal=True, num_splits=3, softcap=2.0, s_aux=sink, out=out)
     assert_is(x, got, formula(x, causal=True, softcap=2.0, learnable_sink=sink))
-    ((q, k_cache, v_cache, serving, *others),) = calls
+    ((q, k_cache, v_cache, serving, *others),) = launches
     assert q is x.q and k_cache is x.k_cache and v_cache is x.v_cache
     lists = x.lists["cache_seqlens"], x.lists["page_table"], x.lists["cu_seqlens_q"]
     assert all(map(lambda a, b: a is b, (serving.lengths, serving.page_table, serving.cu_seqlens_q), lists))
     assert (serving.added, serving.max_seqlen_q, serving.indptr, serving.leftpad) == (0, 2, None, None)
     assert others == [0.25, Variant(True, -1, -1, 0, 2.0), sink, 3, 0, out]
     if given_out:
-        assert got[0] is out and out._version > version
+        assert got[1].isfinite().all() and out._version > version
+
+
+def test_a_plain_call_that_is_wrong_is_not_launched(launches):
+    """Also one that looks like a right one before it."""
+    x = case(ragged=False)
+    attend = fa3.flash_attn_with_kvcache
+    x.call(attend, cache_seqlens=5)
+    for wrong, match in (
+        (dict(cache_seqlens=17), "17 together, but there is room for 16"),
+        (dict(cache_seqlens=-1), "cache_seqlens is -1"),
+        (dict(softmax_scale=-1.0), "softmax_scale is -1"),
+        (dict(split_size=1), "split_size is 1"),
+        (dict(s_aux=torch.ones(3)), "learnable_sink must have shape"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            x.call(attend, **{"cache_seqlens": 5, **wrong})
+    assert len(launches) == 1
 
 
 def test_lengths_of_pages_in_csr_form(monkeypatch):
