@@ -185,6 +185,35 @@ def test_the_cache_is_changed_in_the_compiled_function_too(monkeypatch):
     assert torch.equal(k_cache[0, 10], 2 * x.keys[0][-1])
 
 
+def test_rotary_and_append_in_a_compiled_function():
+    """One step: new rows and queries rotated at their own positions, pairs side by side."""
+    pytest.importorskip("fa3.append")
+    x = make([2, 2], [10, 4], ragged=False, page_size=4, heads_kv=2, ratio=2)
+    k, v = (torch.stack([t[-2:] for t in rows]) for rows in (x.keys, x.values))
+    before = x.lists["cache_seqlens"] - 2
+    angles = torch.linspace(0, 3, 12 * 8, dtype=torch.float64).view(12, 8)
+
+    def rotated(rows, first):
+        turn = torch.polar(torch.ones_like(angles), angles)[first : first + len(rows), None]
+        return torch.view_as_real(torch.view_as_complex(rows.unflatten(-1, (8, 2)).contiguous()) * turn).flatten(-2)
+
+    def step(q, k_cache, v_cache, k, v, lists):
+        rotary = dict(rotary_cos=angles.cos(), rotary_sin=angles.sin())
+        return fa3.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **rotary, causal=True, **lists)
+
+    lists = {**x.lists, "cache_seqlens": before}
+    caches = [[cache.clone() for cache in (x.k_cache, x.v_cache)] for _ in range(2)]
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(x.q, *caches[0], k, v, lists)
+    assert_same([compiled], [step(x.q, *caches[1], k, v, lists)])
+    for got, wanted in zip(*caches):
+        torch.testing.assert_close(got, wanted, equal_nan=True)
+    for b, first in enumerate(before.tolist()):
+        x.queries[b] = rotated(x.queries[b], first)
+        x.keys[b] = torch.cat([x.keys[b][:first], rotated(x.keys[b][first:], first)])
+    for got, (wanted, _) in zip(compiled, formula(x, causal=True)):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_errors_keep_their_words_under_compile():
     x = case(page_size=4)
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
