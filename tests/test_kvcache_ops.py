@@ -12,7 +12,7 @@ import fa3
 from fa3 import ops_kvcache
 from fa3.serving import Serving
 from fa3.variant import Variant
-from tests.kvcache import assert_is, formula, ints, make, plain_append
+from tests.kvcache import assert_is, formula, ints, make, plain_append, with_append
 from tests.test_kvcache import serving_of
 
 NEW, INTO = ops_kvcache._decode, ops_kvcache._decode_out
@@ -155,14 +155,12 @@ def _(k_cache, v_cache, k, v, lengths):
 
 def test_the_cache_is_changed_in_the_compiled_function_too(monkeypatch):
     """Two steps of decoding in one graph."""
-    module = types.ModuleType("fa3.append")
 
     def append(q, k_cache, v_cache, k, v, serving, *_):
         append_operator(k_cache, v_cache, k, v, serving.lengths)
         return q
 
-    module.append = append
-    monkeypatch.setitem(sys.modules, "fa3.append", module)
+    with_append(monkeypatch, append)
     x = make([1, 1], [10, 4], ragged=False, heads_kv=2)
     k, v = (torch.stack([t[-1:] for t in rows]) for rows in (x.keys, x.values))
 
