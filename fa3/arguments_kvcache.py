@@ -5,9 +5,9 @@ Nothing here reads a tensor's values.
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fa3.problem import check_are_tensors
@@ -16,6 +16,8 @@ from fa3.problem_kvcache import (
     cache_problem,
     check_cache,
     check_count,
+    check_device,
+    check_int,
     check_last_stride,
     check_like,
     check_list,
@@ -132,17 +134,18 @@ def _check_rotary(g: Given, batch: int) -> None:
     if cos is None or sin is None:
         missing = "rotary_cos" if cos is None else "rotary_sin"
         raise ValueError(f"rotary_cos and rotary_sin must be given together, got None for {missing}")
-    if g.k is None:
-        raise ValueError("rotary_cos and rotary_sin need new rows to rotate: k and v, got None")
+    if g.k is None and g.rotary_seqlens is None:
+        raise ValueError("rotary_cos and rotary_sin without k and v need rotary_seqlens, the positions of q, got None")
     check_are_tensors(rotary_cos=cos, rotary_sin=sin)
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_rank(name, table, "(seqlen_rotary, rotary_dim / 2)")
-        check_like(name, table, g.q)
+        if table.dtype not in (g.q.dtype, torch.float32):
+            raise TypeError(f"{name} has dtype {table.dtype}; allowed: that of q, {g.q.dtype}, and torch.float32")
+        check_device(name, table, g.q.device)
         check_last_stride(name, table)
-    if cos.shape != sin.shape:
-        raise ValueError(
-            f"rotary_cos and rotary_sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        looks = f"{cos.dtype} {tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
+        raise ValueError(f"rotary_cos and rotary_sin must have one shape and dtype, got {looks}")
     dims, head_dim = 2 * cos.shape[1], g.q.shape[-1]
     if dims % ROTARY_STEP != 0 or not 0 < dims <= head_dim:
         raise ValueError(
@@ -171,8 +174,7 @@ def check_supported(
         raise TypeError(f"scheduler_metadata must be a torch.Tensor or None, got {type(scheduler_metadata).__name__}")
     if pack_gqa is not None and not isinstance(pack_gqa, bool):
         raise TypeError(f"pack_gqa must be True, False or None, got {type(pack_gqa).__name__}")
-    if isinstance(sm_margin, bool) or not isinstance(sm_margin, numbers.Integral):
-        raise TypeError(f"sm_margin must be an int, got {type(sm_margin).__name__}")
+    sm_margin = check_int("sm_margin", sm_margin)
     if sm_margin < 0:
         raise ValueError(f"sm_margin is {sm_margin}; allowed: 0 and more")
     if sm_margin > 0:

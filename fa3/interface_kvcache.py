@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from fa3 import ops_kvcache  # registers the operators
 from fa3.arguments_kvcache import Given, check_given, check_supported, only_one
 from fa3.launch import remember
 from fa3.problem import check_flags, check_gradients, check_scale
-from fa3.problem_kvcache import batch_of, check_added, check_last_pages, check_splits, check_values
+from fa3.problem_kvcache import batch_of, check_added, check_int, check_last_pages, check_splits, check_values
 from fa3.problem_varlen import bound_of
 from fa3.serving import Serving
-from fa3.variant import variant_of
+from fa3.variant import Variant, variant_of
 
 _valid: dict[tuple, bool] = {}  # looks of the tensors of calls that were checked
 
@@ -77,10 +76,11 @@ def flash_attn_with_kvcache(
             strides, the last one 1; a page has any number of rows.
         k, v: rows to be written into the cache, in place, behind the cache_seqlens[b] that it has, before attention:
             (batch, seqlen_new, heads_kv, ..), or with cu_seqlens_k_new (total_new, heads_kv, ..).
-        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2) in q's dtype: q and k are rotated by them. A sequence's
-            first new row and first query take row rotary_seqlens[b], by default cache_seqlens[b]; the following ones
-            the next rows, but without causal and window all queries take that first row. rotary_dim is a multiple of
-            16. rotary_interleaved: pairs are dims 2i and 2i + 1, else i and i + rotary_dim / 2.
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2) in q's dtype or float32: they rotate q and k. The first
+            new row and the first query of a sequence take row rotary_seqlens[b], by default cache_seqlens[b]; those
+            that follow take the rows that follow, but without causal and window every query takes the first one's.
+            Without k only q is rotated, and rotary_seqlens is needed. rotary_dim is a multiple of 16.
+        rotary_interleaved: dims 2i and 2i + 1 are a pair, else i and i + rotary_dim / 2.
         cache_seqlens: rows in the cache before the call, (batch,) in int32 or one int for all sequences. By default
             all rows; k and page_table need it.
         cache_batch_idx, cache_leftpad: (batch,) in int32. Not with pages.
@@ -140,9 +140,9 @@ def flash_attn_with_kvcache(
     else:
         check_scale(softmax_scale)
         softmax_scale = float(softmax_scale)
-    if k is not None:
+    if k is not None or rotary_cos is not None:
         is_local = variant.window_left >= 0 or variant.window_right >= 0 or variant.attention_chunk > 0
-        q = _append(given, serving, rotary_interleaved, causal or is_local, variant)
+        q = _append(given, serving, count or 0, rotary_interleaved, causal or is_local, variant)
     call = ops_kvcache.Call(
         q, k_cache, v_cache, serving, softmax_scale, variant, sink, int(num_splits), int(split_size), out
     )
@@ -189,13 +189,12 @@ def get_scheduler_metadata(
 
 def _lengths(cache_seqlens: Any) -> tuple[Any, int | None]:
     """cache_seqlens as a list on the device, or as a number that the host knows."""
-    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (numbers.Integral, torch.SymInt)):
-        if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-            raise TypeError(f"cache_seqlens must be an int, a torch.Tensor or None, got {type(cache_seqlens).__name__}")
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         return cache_seqlens, None
-    if cache_seqlens < 0:
-        raise ValueError(f"cache_seqlens is {cache_seqlens}; allowed: 0 and more")
-    return None, cache_seqlens if isinstance(cache_seqlens, torch.SymInt) else int(cache_seqlens)  # type: ignore
+    count = check_int("cache_seqlens", cache_seqlens, "an int, a torch.Tensor or None")
+    if count < 0:
+        raise ValueError(f"cache_seqlens is {count}; allowed: 0 and more")
+    return None, count
 
 
 def _check(given: Given, has_length: bool, is_plain: bool) -> None:
@@ -203,8 +202,8 @@ def _check(given: Given, has_length: bool, is_plain: bool) -> None:
     if not is_plain:
         check_given(given, has_length)
         return
-    looks = tuple(x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given)
-    key = has_length, looks
+    looks = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given]
+    key = has_length, *looks
     if key not in _valid:
         check_given(given, has_length)
         remember(_valid, key, True)
@@ -248,8 +247,10 @@ def _lengths_before(g: Given, added: int) -> Tensor:
     return lengths if g.k is None else lengths - added
 
 
-def _append(given: Given, serving: Serving, interleaved: bool, each_its_own: bool, variant: Any) -> Tensor:
-    """Writes the new rows into the caches; q rotated, or as it is."""
+def _append(
+    given: Given, serving: Serving, start: int, interleaved: bool, each_its_own: bool, variant: Variant
+) -> Tensor:
+    """Writes the new rows into the caches, from row `start` where there are no lengths; q rotated, or as it is."""
     from fa3.append import append  # what most calls do without
 
     g = given
@@ -258,7 +259,7 @@ def _append(given: Given, serving: Serving, interleaved: bool, each_its_own: boo
     if _is_at_hand(g.q):
         check_values(g.q, g.k_cache, serving, variant)  # before anything is written
     rotary = g.rotary_cos, g.rotary_sin, g.rotary_seqlens
-    return append(g.q, g.k_cache, g.v_cache, g.k, g.v, serving, *rotary, interleaved, each_its_own)
+    return append(g.q, g.k_cache, g.v_cache, g.k, g.v, serving, *rotary, interleaved, each_its_own, start)
 
 
 def _is_at_hand(x: Tensor) -> bool:

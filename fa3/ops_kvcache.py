@@ -59,8 +59,9 @@ class Call(NamedTuple):
         return [x for x in (self.q, self.k_cache, self.v_cache, self.sink, self.out) if x is not None]
 
     def check(self) -> CacheProblem:
-        q, k_cache, v_cache, serving, softmax_scale, _, *others = self
-        return check_decode(q, k_cache, v_cache, serving, softmax_scale, *others)
+        c = self
+        tensors = c.q, c.k_cache, c.v_cache
+        return check_decode(*tensors, c.serving, c.softmax_scale, c.sink, c.num_splits, c.split_size, c.out)
 
 
 def attend(call: Call) -> Result:
@@ -79,7 +80,12 @@ def launch(call: Call) -> Result:
 
 def is_plain(q: Tensor, k_cache: Tensor, v_cache: Tensor, others: tuple[Any, ...]) -> bool:
     """ops.is_plain, of all tensors of a call."""
-    return ops.is_plain(q, k_cache, v_cache) and all(x is None or _is_in_memory(x) for x in others)
+    if not ops.is_plain(q, k_cache, v_cache):
+        return False
+    for x in others:  # all() would take twice the time
+        if x is not None and not _is_in_memory(x):
+            return False
+    return True
 
 
 def _is_in_memory(x: object) -> bool:

@@ -194,10 +194,7 @@ def check_added(k_cache: Tensor, serving: Serving) -> None:
         raise ValueError(f"the cache is said to have {added} rows; allowed: 0 and more")
     capacity: Any = capacity_of(k_cache, serving)
     if serving.lengths is None and isinstance(capacity, int) and added > capacity:
-        raise ValueError(
-            f"cache_seqlens and the new rows are {added} together, but the cache has room for {capacity} rows of a "
-            "sequence"
-        )
+        raise ValueError(f"cache_seqlens and the new rows are {added} together, but there is room for {capacity} rows")
 
 
 def check_sink(q: Tensor, sink: Tensor) -> None:
@@ -209,15 +206,11 @@ def check_sink(q: Tensor, sink: Tensor) -> None:
         raise TypeError(
             f"learnable_sink has dtype {sink.dtype}; allowed: torch.bfloat16, torch.float16 and torch.float32"
         )
-    if sink.device != q.device:
-        raise ValueError(f"learnable_sink must be on the device of q, {q.device}, got {sink.device}")
+    check_device("learnable_sink", sink, q.device)
 
 
 def check_splits(num_splits: object, split_size: object) -> None:
-    for name, value in (("num_splits", num_splits), ("split_size", split_size)):
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    assert isinstance(num_splits, numbers.Integral) and isinstance(split_size, numbers.Integral)
+    num_splits, split_size = check_int("num_splits", num_splits), check_int("split_size", split_size)
     if num_splits < 0:
         raise ValueError(f"num_splits is {num_splits}; allowed: 0 (chosen for the lengths) and more")
     if split_size < 0 or split_size % SPLIT_STEP != 0:
@@ -254,6 +247,8 @@ def check_values(q: Tensor, k_cache: Tensor, serving: Serving, variant: Variant)
         raise ValueError(f"kv_indptr ends at {int(s.indptr[-1])}, but kv_indices has {s.page_table.shape[0]} pages")
     if s.lengths is not None:
         for i, length in enumerate(s.lengths.tolist()):
+            if length < 0 and s.indptr is not None:
+                raise ValueError(f"the pages of sequence {i} hold {-length} rows less than k; allowed: all of k's rows")
             if length < 0:
                 raise ValueError(f"cache_seqlens[{i}] is {length}; allowed: 0 and more")
     for i, stored in enumerate(sequences_of(q, k_cache, s)):
@@ -261,7 +256,7 @@ def check_values(q: Tensor, k_cache: Tensor, serving: Serving, variant: Variant)
         capacity = rows if stored.pages is None else rows * stored.pages.shape[0]
         if end > capacity:
             raise ValueError(
-                f"cache_seqlens[{i}] and the new rows are {end} together, but the cache has room for {capacity} rows of it"
+                f"cache_seqlens[{i}] and the new rows are {end} together, but there is room for {capacity} rows"
             )
         if not 0 <= start <= end:
             raise ValueError(f"cache_leftpad[{i}] is {start}; allowed: 0 to the sequence's length, {end}")
@@ -292,15 +287,28 @@ def _check_ascending(name: str, offsets: Tensor) -> None:
             raise ValueError(f"{name} holds {edge} after {before}; allowed: ascending from 0 or more")
 
 
+def check_int(name: str, value: Any, allowed: str = "an int") -> int:
+    """value, an int or one of NumPy's, or the symbol of one."""
+    if type(value) is int:  # nearly always, and quick
+        return value
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"{name} must be {allowed}, got {type(value).__name__}")
+    return value if isinstance(value, torch.SymInt) else int(value)  # type: ignore[return-value]
+
+
 def check_rank(name: str, tensor: Tensor, shape: str) -> None:
     dims = shape.count(",") + 1
     if tensor.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions {shape}, got {tensor.dim()}: {tuple(tensor.shape)}")
 
 
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}, got {tensor.device}")
+
+
 def check_like(name: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+    check_device(name, tensor, q.device)
     if tensor.dtype != q.dtype:
         raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
 
@@ -317,8 +325,7 @@ def check_list(name: str, value: object, device: torch.device, dims: int = 1) ->
     assert isinstance(value, Tensor)
     if value.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {value.dtype}; allowed: torch.int32. Call {name}.int() first")
-    if value.device != device:
-        raise ValueError(f"{name} must be on the device of q, {device}, got {value.device}")
+    check_device(name, value, device)
     if value.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimension{'s'[: dims - 1]}, got {value.dim()}: {tuple(value.shape)}")
 

@@ -47,15 +47,20 @@ def variant_of(causal: Any, window_size: Any, attention_chunk: Any, softcap: Any
         raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}") from None
     sides = []
     for name, side in (("left", left), ("right", right)):
-        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral)):
+        if side is not None and not _is_int(side):
             raise TypeError(f"window_size {name} must be an int or None, got {type(side).__name__}")
         sides.append(UNLIMITED if side is None or side < 0 else int(side))
-    if isinstance(attention_chunk, bool) or not isinstance(attention_chunk, numbers.Integral):
+    if not _is_int(attention_chunk):
         raise TypeError(f"attention_chunk must be an int, got {type(attention_chunk).__name__}")
     if attention_chunk < 0:
         raise ValueError(f"attention_chunk is {attention_chunk}; allowed: 0 (none) and more")
-    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
+    if type(softcap) is not float and (isinstance(softcap, bool) or not isinstance(softcap, numbers.Real)):
         raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
-    if not 0.0 <= softcap < float("inf"):
+    if not 0.0 <= float(softcap) < float("inf"):
         raise ValueError(f"softcap is {softcap}; allowed: 0 (none) and finite numbers above")
-    return Variant(bool(causal), *sides, int(attention_chunk), float(softcap))
+    return Variant(bool(causal), sides[0], sides[1], int(attention_chunk), float(softcap))
+
+
+def _is_int(value: Any) -> bool:
+    """Of NumPy's kind too. The first question is the quick one."""
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))

@@ -69,6 +69,8 @@ def test_a_16_bit_call_imports_nothing_that_is_for_others():
         "fa3.interface_varlen",
         "fa3.ops_varlen",
         "fa3.launch_varlen",
+        "fa3.interface_kvcache",
+        "fa3.ops_kvcache",
         "fa3.explanation",
         "fa3.kernels.sass",
         "filelock",
