@@ -8,17 +8,24 @@ from itertools import product
 from fa3.kernels.decode.config import BOXES, GATHER, Config, Spec
 from fa3.kernels.forward.config import TILES
 
-STAGES = {(64, 64): 12, (96, 96): 8, (128, 128): 6, (192, 128): 5, (192, 192): 4, (256, 256): 3}  # of 64 keys
+STAGES = {  # of K and V with 64 keys, and of Q
+    (64, 64): (12, 2),
+    (96, 96): (8, 2),
+    (128, 128): (6, 2),
+    (192, 128): (5, 1),
+    (192, 192): (4, 1),
+    (256, 256): (3, 1),
+}
 FEW = 4  # sequences
 FULL = 0.75  # of the multiprocessors: with so many busy the memory is
 
 
 def config_for(spec: Spec, batch: int = FEW, split_size: int = 0) -> Config:
     """Blocks of 128 keys cost the consumers less a key; of 64 more CTAs have one where there are few."""
-    stages = STAGES[spec.head_dim, spec.head_dim_v]
+    stages, q_stages = STAGES[spec.head_dim, spec.head_dim_v]
     if batch > FEW and stages >= 6 and split_size % 128 == 0:
-        return Config(128, stages // 2)
-    return Config(64, stages)
+        return Config(128, stages // 2, q_stages)
+    return Config(64, stages, q_stages)
 
 
 def pages_of(page_size: int | None) -> int:

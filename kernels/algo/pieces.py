@@ -198,6 +198,7 @@ class Piece(NamedTuple):
     n_block: Int32  # first key block
     count: Int32  # key blocks; 0: the sequence has no such rows
     base: Int32  # key blocks that this CTA took before
+    nth: Int32  # pieces that it took before
 
 
 class Line(NamedTuple):
@@ -218,23 +219,24 @@ class Line(NamedTuple):
     def walk(self: cutlass.Constexpr, part: Int32, run: cutlass.Constexpr):
         shares = Shares.create(self.batch.total(), self.parts)
         x, last = shares.first(part), shares.first(part + 1)
-        base = Int32(0)
+        base, nth = Int32(0), Int32(0)
         if x < last:
             b, start = self.batch.find(x)
             while x < last:
                 s = self.batch.sequence(b)
                 at = x - start
                 upto = at + 1 if cutlass.const_expr(self.by_granule) else cutlass.min(last - start, s.count)
-                piece = self.piece(b, s, at, upto, part, x, base)
+                piece = self.piece(b, s, at, upto, part, x, base, nth)
                 if piece.count > 0:
                     run(piece)
                 base = base + piece.count
+                nth = nth + cutlass.min(piece.count, 1)
                 x = start + upto
                 is_done = upto >= s.count
                 b = cutlass.select_(is_done, b + 1, b)
                 start = cutlass.select_(is_done, start + s.count, start)
 
-    def piece(self, b, s: Sequence, at, upto, part, place, base) -> Piece:
+    def piece(self, b, s: Sequence, at, upto, part, place, base, nth) -> Piece:
         """Granules at .. upto - 1 of a sequence."""
         tile_n = self.batch.tile_n
         first, end = s.start + at * s.granule, cutlass.min(s.start + upto * s.granule, s.end)
@@ -243,7 +245,7 @@ class Line(NamedTuple):
         count = cutlass.select_(self.row < s.q * self.ratio.divisor, count, Int32(0))
         slot = self.slot(part, place, cutlass.select_(at == 0, Int32(1), Int32(0)))
         is_whole = (at == 0) & (upto == s.count)
-        return Piece(b, s, cutlass.max(first, s.first), end, is_whole, slot, n_block, count, base)
+        return Piece(b, s, cutlass.max(first, s.first), end, is_whole, slot, n_block, count, base, nth)
 
     def slot(self, part, place, begins) -> Int32:
         """Of a partial result. A part has at most two: of a sequence that began before it, and of one that goes on

@@ -34,6 +34,7 @@ class Spec:
 class Config:
     tile_n: int  # keys in a block
     stages: int  # K and V blocks in flight
+    q_stages: int = 1  # pieces whose Q is in flight
 
     def loaders(self, spec: Spec) -> int:
         """Warps that copy keys."""
@@ -43,6 +44,6 @@ class Config:
         return 128 + 32 * self.loaders(spec)
 
     def shared_bytes(self, spec: Spec) -> int:
-        """Dynamic shared memory of a CTA: Q, the rings, their barriers, one alignment gap."""
-        numbers = ROWS * spec.head_dim + self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v)
-        return 2 * numbers + 8 * 4 * self.stages + 1024
+        """Dynamic shared memory of a CTA: the rings, their barriers, one alignment gap."""
+        kv = self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v)
+        return 2 * (self.q_stages * ROWS * spec.head_dim + kv) + 16 * (self.q_stages + 2 * self.stages) + 1024

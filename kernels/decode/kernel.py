@@ -1,13 +1,15 @@
 """Attention of few queries to many keys (decode, speculative verification) for sm_90a: as fast as the keys arrive.
 
 role       warps                       waits for                 signals
-loader     1 (TMA), 4 (row by row)     k, v empty                k, v full
-consumer   4                           k, v full                 k, v empty
+loader     1 (TMA), 4 (row by row)     q, k, v empty             q, k, v full
+consumer   4                           q, k, v full              q, k, v empty
 
 A CTA has one tile of up to 64 query rows, the heads of a group for token after token, and a share of all sequences'
 keys (algo/pieces.py). A sequence that lies in one share gives O and LSE; of others every share gives a part, and a
 second kernel merges them.
 """
+
+from functools import partial
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -20,22 +22,18 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..algo.pieces import Batch, Given, Line, Piece, Window
-from ..algo.sink import with_sink
 from ..algo.softmax import Softmax
 from ..forward.accumulate import AmongExponentials
 from ..forward.mma import Attention, Overlapped
-from ..prims.branch import either
 from ..prims.divide import Divisor
 from ..prims.ptx import thread_here
 from ..prims.ring import Ring
 from ..prims.turns import NoTurns
-from ..prims.wgmma import ROWS as OWN_ROWS
-from ..prims.wgmma import scale_rows
 from .attend import Cleaned, Fenced, RowLimits
 from .config import GATHER, ROWS, Config, Spec
-from .load import Boxes, BoxLoader, Contiguous, Paged, RowLoader, Rows, Tile
+from .load import GOES, STAYS, Boxes, BoxLoader, Contiguous, Paged, Queries, RowLoader, Rows, Tile
 from .merge import LANES, WARPS, Merge
-from .rows import Parts, Place
+from .rows import Output, Parts, Place
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
@@ -67,7 +65,7 @@ class Decode:
         pv = sm90.make_trivial_tiled_mma(
             dtype, dtype, MAJOR.K, MAJOR.MN, Float32, (1, 1, 1), (64, spec.head_dim_v), warpgroup.OperandSource.RMEM
         )
-        q_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, 1)
+        q_tile = sm90.make_smem_layout_a(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.q_stages)
         k_tile = sm90.make_smem_layout_b(LAYOUT.ROW_MAJOR, (64, c.tile_n, spec.head_dim), dtype, c.stages)
         v_tile = sm90.make_smem_layout_b(LAYOUT.COL_MAJOR, (64, spec.head_dim_v, c.tile_n), dtype, c.stages)
         heads_kv = mK.shape[2]
@@ -85,8 +83,8 @@ class Decode:
                 grid=(given.batch, heads_kv, tiles), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
             )
 
-    def tile(self, sX: cute.Tensor, head_dim: int) -> Tile:
-        return Tile(sX, head_dim, self.config.tile_n, self.width(head_dim))
+    def tile(self, sX: cute.Tensor, head_dim: int, rows: int = 0) -> Tile:
+        return Tile(sX, head_dim, rows or self.config.tile_n, self.width(head_dim))
 
     def width(self, head_dim: int) -> int:
         """Columns that a swizzle spans."""
@@ -123,10 +121,11 @@ class Decode:
         sQ, sK, sV = (self.stages(smem, x) for x in (q_tile, k_tile, v_tile))
         gathers = spec.pages == GATHER
         producers = 32 * c.loaders(spec) if gathers else 1
-        k_ring, v_ring = (self.ring(smem, sX, producers) for sX in (sK, sV))
+        k_ring, v_ring = (self.ring(smem, sX, c.stages, producers) for sX in (sK, sV))
+        q_ring = self.ring(smem, sQ, c.q_stages, 32 * c.loaders(spec))
         if warp == CONSUMER_WARPS:
             with cute.arch.elect_one():
-                for ring in (k_ring, v_ring):
+                for ring in (q_ring, k_ring, v_ring):
                     ring.init()
             if const_expr(not gathers):
                 for atom, _ in (K, V):
@@ -140,67 +139,46 @@ class Decode:
 
         if warp >= CONSUMER_WARPS:
             source = Contiguous(line.batch) if spec.pages == 0 else Paged(table, mK.shape[1], line.batch)
+            # Other query tiles read the same keys.
+            policy = Int64(cutlass.select_(tiles > 1, Int64(STAYS), Int64(GOES)))
+            warp = warp - CONSUMER_WARPS
+            q = Queries(mQ, self.tile(sQ, spec.head_dim, ROWS), q_ring, line, head_kv, warp, c.loaders(spec))
+            k_data, v_data = self.tile(sK, spec.head_dim), self.tile(sV, spec.head_dim_v)
             if const_expr(gathers):
-                loader = RowLoader(
-                    Rows(mK, self.tile(sK, spec.head_dim), k_ring), Rows(mV, self.tile(sV, spec.head_dim_v), v_ring), source, head_kv, c.tile_n, warp - CONSUMER_WARPS
-                )
+                k, v = Rows(mK, k_data, k_ring, policy), Rows(mV, v_data, v_ring, policy)
+                loader = RowLoader(q, k, v, source, head_kv, c.tile_n, warp)
             else:
                 rows = spec.pages or c.tile_n
-                loader = BoxLoader(
-                    Boxes(*K, self.tile(sK, spec.head_dim), k_ring, rows), Boxes(*V, self.tile(sV, spec.head_dim_v), v_ring, rows), source, head_kv, c.tile_n
-                )
+                k, v = Boxes(*K, k_data, k_ring, rows, policy), Boxes(*V, v_data, v_ring, rows, policy)
+                loader = BoxLoader(q, k, v, source, head_kv, c.tile_n)
             line.walk(part, loader.run)
         else:
-            q_data = Tile(sQ, spec.head_dim, ROWS, self.width(spec.head_dim))
-            v_data = self.tile(sV, spec.head_dim_v)
             attention = self.attention(qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2)
+            v_data = self.tile(sV, spec.head_dim_v)
 
             def run(piece: Piece):
-                self.attend(attention, piece, line, part, units, unit, head_kv, q_data, v_data, mQ, mO, mLSE, parts, mSink, cap)
+                place = Place.of(line.batch, piece, head_kv, line.ratio, line.row)
+                output = Output(mO, mLSE, parts, mSink, piece.slot * units + unit, spec, self.dtype)
+                self.attend(attention, piece, place, line.batch, q_ring, v_data, cap, output)
 
             line.walk(part, run)
 
-    def attend(self, a, piece, line, part, units, unit, head_kv, q_data, v_data, mQ, mO, mLSE, parts, mSink, cap):
+    def attend(self, a: Attention, piece: Piece, place: Place, batch: Batch, q_ring: Ring, v_data: Tile, cap, output):
         """One piece."""
         thread = thread_here()
-        place = Place.of(line.batch, piece, head_kv, line.ratio, line.row)
-        place.load(mQ, q_data, thread)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=CLEAN_BARRIER, number_of_threads=128)
         row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
-        mask = RowLimits.create(line.batch, piece, place, row, column, self.config.tile_n, cap)
+        mask = RowLimits.create(batch, piece, place, row, column, self.config.tile_n, cap)
         if self.spec.pages != GATHER:
             a = a._replace(v_ring=Cleaned(a.v_ring, v_data, piece, CLEAN_BARRIER))
-        attend_piece(a, mask, piece.n_block, piece.count, piece.base)
-        inverse, lse = (cute.make_rmem_tensor(OWN_ROWS, Float32) for _ in range(2))
-        a.softmax.finish(inverse, lse)
-
-
-        def final():
-            if self.spec.sink:
-                for r in range(OWN_ROWS):
-                    # NOTE: of a row that does not exist any sink.
-                    head = place.head_of(cutlass.min(row + 8 * r, place.count - 1))
-                    lse[r], factor = with_sink(lse[r], Float32(mSink[head]))
-                    inverse[r] = inverse[r] * factor
-            scale_rows(a.acc_O, inverse)
-            place.store(mO, a.acc_O, row, column, self.dtype)
-            place.store_lse(mLSE, lse, row, column)
-
-        def partial_result():
-            scale_rows(a.acc_O, inverse)
-            parts.store(piece.slot * units + unit, place.count, a.acc_O, lse, row, column)
-
-        if self.spec.splits:
-            either(piece.whole, final, partial_result)
-        else:
-            final()
+        Fenced(q_ring).wait_full(piece.nth)
+        a = a._replace(rQ=a.rQ[None, None, None, q_ring.stage(piece.nth)])
+        attend_piece(a, mask, piece, partial(q_ring.release, piece.nth))
+        output.store(a, piece.whole, place, row, column)
 
     def stages(self, smem, layout) -> cute.Tensor:
         return smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
-    def ring(self, smem, sX: cute.Tensor, producers: int) -> Ring:
-        stages = self.config.stages
+    def ring(self, smem, sX: cute.Tensor, stages: int, producers: int) -> Ring:
         bars = smem.allocate_array(Int64, 2 * stages)
         stage_bytes = cute.size_in_bytes(sX.element_type, sX.layout) // stages
         return Ring(bars, bars + stages, stages, stage_bytes, CONSUMER_WARPS, producers)
@@ -212,7 +190,7 @@ class Decode:
         return Attention(
             qk,
             pv,
-            rQ=qk.make_fragment_A(qk_wg.partition_A(sQ[None, None, 0])),
+            rQ=qk.make_fragment_A(qk_wg.partition_A(sQ)),
             sQ=None,
             rK=qk.make_fragment_B(qk_wg.partition_B(sK)),
             sK=None,
@@ -230,17 +208,16 @@ class Decode:
 
 
 @cute.jit
-def attend_piece(
-    a: cutlass.Constexpr, mask: cutlass.Constexpr, n_block: Int32, count: Int32, base: Int32
-):  # fmt: skip
-    """All key blocks of a piece, from right to left."""
-    schedule = Overlapped()
+def attend_piece(a: cutlass.Constexpr, mask: cutlass.Constexpr, piece: cutlass.Constexpr, release: cutlass.Constexpr):
+    """All key blocks of a piece, from right to left. release(): Q is not needed any more."""
+    schedule, last = Overlapped(), piece.n_block + piece.count - 1
     a.acc_O.fill(0.0)
     a.softmax.reset()
-    schedule.first(a, base, n_block + count - 1, mask)
-    for i in cutlass.range(1, count, unroll=1):
-        schedule.step(a, base + i, n_block + count - 1 - i, mask)
-    schedule.last(a, base + count - 1)
+    schedule.first(a, piece.base, last, mask)
+    for i in cutlass.range(1, piece.count, unroll=1):
+        schedule.step(a, piece.base + i, last - i, mask)
+    release()
+    schedule.last(a, piece.base + piece.count - 1)
 
 
 def lists() -> Given:

@@ -12,14 +12,17 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from ..algo.pieces import Batch, Piece
+from ..algo.pieces import Batch, Line, Piece
 from ..algo.scheduler import LANES
 from ..prims.branch import when
 from ..prims.address import words_at
 from ..prims.ptx import copy_async
 from ..prims.ring import Ring
+from .config import ROWS
+from .rows import Place
 
 PIECE = 16  # bytes of a cp.async
+STAYS, GOES = 0x1000000000000000, 0x12F0000000000000  # what L2 is told of bytes: nothing, and that nobody reads them again
 
 
 class Tile(NamedTuple):
@@ -54,6 +57,35 @@ class Tile(NamedTuple):
         return 2 * self.width * self.keys * group + PIECE * swizzled
 
 
+class Queries(NamedTuple):
+    """Q, row by row, by the warps that load keys: the rows of a piece may be heads of many tokens."""
+
+    mQ: cute.Tensor  # (b, s, h, d), of ragged queries (1, total, h, d)
+    tile: Tile  # of ROWS queries
+    ring: Ring
+    line: Line
+    head_kv: Int32
+    warp: Int32  # of the loaders
+    warps: int
+
+    @cute.jit
+    def put(self: cutlass.Constexpr, piece: Piece):
+        """Rows and columns that do not exist become 0."""
+        place = Place.of(self.line.batch, piece, self.head_kv, self.line.ratio, self.line.row)
+        self.ring.wait_empty(piece.nth)
+        stage, columns = self.ring.stage(piece.nth), self.mQ.shape[3]
+        a_row = self.tile.columns // 8
+        for n in cutlass.range_constexpr(ROWS * a_row // (LANES * self.warps)):
+            x = (n * self.warps + self.warp) * LANES + cute.arch.lane_idx()
+            i, c = x // a_row, x % a_row
+            there = (i < place.count) & (8 * c < columns)
+            offset = place.offset(self.mQ, cutlass.min(i, place.count - 1))
+            address = self.mQ.iterator.toint() + 2 * offset + cutlass.select_(there, PIECE * c, 0)
+            size = cutlass.select_(there, Int32(PIECE), Int32(0))
+            copy_async(self.tile.row(stage, 0, i) + self.tile.piece(i, c), address, size, STAYS)
+        cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full + stage)
+
+
 class Boxes(NamedTuple):
     """K or V by TMA: boxes of some keys of one page; the cache of a sequence is a page where there are none."""
 
@@ -62,6 +94,7 @@ class Boxes(NamedTuple):
     tile: Tile
     ring: Ring
     rows: int  # of a box
+    policy: Int64
 
     @staticmethod
     def create(mX: cute.Tensor, swizzle, rows: int, width: int) -> tuple:
@@ -83,7 +116,7 @@ class Boxes(NamedTuple):
             )  # fmt: skip
             sX = cute.make_tensor(to, cute.make_layout((self.rows, tile.width), stride=(tile.width, 1)))
             s, x = cpasync.tma_partition(self.atom, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-            cute.copy(self.atom, x, s, tma_bar_ptr=full)
+            cute.copy(self.atom, x, s, tma_bar_ptr=full, cache_policy=self.policy)
 
     @property
     def box_bytes(self) -> int:
@@ -145,6 +178,7 @@ class PagedPiece(NamedTuple):
 class BoxLoader(NamedTuple):
     """By one warp, whose lanes look up the pages of as many boxes at a time."""
 
+    Q: Queries
     K: Boxes
     V: Boxes
     source: Contiguous | Paged
@@ -153,6 +187,7 @@ class BoxLoader(NamedTuple):
 
     @cute.jit
     def run(self: cutlass.Constexpr, piece: Piece):
+        self.Q.put(piece)
         place = self.source.of(piece)
         boxes = self.tile_n // self.K.rows  # of a block
         blocks = LANES // boxes
@@ -200,6 +235,7 @@ class Rows(NamedTuple):
     mX: cute.Tensor  # (page, row, head, column)
     tile: Tile
     ring: Ring
+    policy: Int64
 
     def address(self, page, row, head) -> Int64:
         mX = self.mX
@@ -210,6 +246,7 @@ class Rows(NamedTuple):
 class RowLoader(NamedTuple):
     """By four warps: each has a quarter of a block's keys, a lane the page of one of them."""
 
+    Q: Queries
     K: Rows
     V: Rows
     source: Paged
@@ -219,6 +256,7 @@ class RowLoader(NamedTuple):
 
     @cute.jit
     def run(self: cutlass.Constexpr, piece: Piece):
+        self.Q.put(piece)
         place = self.source.of(piece)
         page = self.page(place, piece, Int32(0))
         for i in cutlass.range(piece.count, unroll=1):
@@ -260,5 +298,6 @@ class RowLoader(NamedTuple):
             source = (Int64(cute.arch.shuffle_sync(high, nth)) << 32) | Int64(Uint32(cute.arch.shuffle_sync(low, nth)))
             there = (key >= piece.first) & (key < piece.end) & (8 * c < columns)
             to = tile.row(stage, 0, self.warp * self.share + nth) + tile.piece(self.warp * self.share + nth, c)
-            copy_async(to, cutlass.select_(there, source + PIECE * c, x.mX.iterator.toint()), cutlass.select_(there, Int32(PIECE), Int32(0)))
+            address = cutlass.select_(there, source + PIECE * c, x.mX.iterator.toint())
+            copy_async(to, address, cutlass.select_(there, Int32(PIECE), Int32(0)), x.policy)
         cute.arch.cp_async_mbarrier_arrive_noinc(x.ring.full + stage)

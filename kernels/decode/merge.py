@@ -45,7 +45,7 @@ class Merge(NamedTuple):
             first = shares.part_of(start)
             count = shares.part_of(start + s.count - 1) - first + 1
         none = Int32(0)
-        piece = Piece(b, s, none, none, cutlass.Boolean(False), none, none, none, none)
+        piece = Piece(b, s, none, none, cutlass.Boolean(False), *[none] * 5)
         place = Place.of(self.line.batch, piece, self.head_kv, self.line.ratio, self.line.row)
         cute.arch.griddepcontrol_wait()
         if count > 1:

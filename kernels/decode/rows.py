@@ -8,13 +8,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..algo.pieces import Batch, Piece
+from ..algo.sink import with_sink
 from ..prims.address import words_at
 from ..prims.branch import either, when
 from ..prims.divide import Divisor
 from ..prims.ptx import pack
 from ..prims.wgmma import ROWS as OWN_ROWS
 from ..prims.wgmma import rows as by_row
-from .config import ROWS
+from ..prims.wgmma import scale_rows
+from .config import ROWS, Spec
 
 LANE_BYTES = 16
 
@@ -47,21 +49,6 @@ class Place(NamedTuple):
         """Elements from the start of mX (b, s, h, d) to row i."""
         steps = Int64(self.b) * Int64(mX.stride[0]) + Int64(self.first + self.token(i)) * Int64(mX.stride[1])
         return steps + Int64(self.head_of(i)) * Int64(mX.stride[2])
-
-    @cute.jit
-    def load(self: cutlass.Constexpr, mQ: cute.Tensor, tile: cutlass.Constexpr, thread: Int32):
-        """Q to shared memory by a warpgroup; rows and columns that do not exist become 0."""
-        a_row = tile.columns // 8
-        for n in cutlass.range_constexpr(ROWS * a_row // 128):
-            x = n * 128 + thread
-            i, c = x // a_row, x % a_row
-            to = words_at_shared(tile.row(0, 0, i) + tile.piece(i, c))
-            there = (i < self.count) & (8 * c < mQ.shape[3])
-            either(there, partial(self.copy, mQ, i, c, to), partial(to.fill, 0))
-
-    def copy(self, mQ: cute.Tensor, i, c, to: cute.Tensor):
-        """The c-th 16 bytes of row i."""
-        to.store(words_at(mQ.iterator.toint() + 2 * self.offset(mQ, i) + LANE_BYTES * c, 4).load())
 
     def store(self, mO: cute.Tensor, acc_O: cute.Tensor, i, column, dtype):
         """A thread's rows i and i + 8, its columns from `column` on."""
@@ -117,6 +104,43 @@ class Parts(NamedTuple):
 
     def put_lse(self, slot, i, lse):
         self.lse(slot, i)[0] = lse
+
+
+class Output(NamedTuple):
+    """Where the result of a piece goes."""
+
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    parts: Parts | None
+    mSink: cute.Tensor | None  # (heads)
+    slot: Int32
+    spec: Spec
+    dtype: object
+
+    def store(self, a, is_whole, place: Place, row, column):
+        """A thread's rows row and row + 8 of the tile, its columns from `column` on."""
+        inverse, lse = (cute.make_rmem_tensor(OWN_ROWS, Float32) for _ in range(2))
+        a.softmax.finish(inverse, lse)
+        final = partial(self.final, a.acc_O, inverse, lse, place, row, column)
+        if self.spec.splits:
+            either(is_whole, final, partial(self.part, a.acc_O, inverse, lse, place, row, column))
+        else:
+            final()
+
+    def final(self, acc_O, inverse, lse, place: Place, row, column):
+        if self.spec.sink:
+            for r in range(OWN_ROWS):
+                # NOTE: of a row that does not exist any sink.
+                head = place.head_of(cutlass.min(row + 8 * r, place.count - 1))
+                lse[r], factor = with_sink(lse[r], Float32(self.mSink[head]))
+                inverse[r] = inverse[r] * factor
+        scale_rows(acc_O, inverse)
+        place.store(self.mO, acc_O, row, column, self.dtype)
+        place.store_lse(self.mLSE, lse, row, column)
+
+    def part(self, acc_O, inverse, lse, place: Place, row, column):
+        scale_rows(acc_O, inverse)
+        self.parts.store(self.slot, place.count, acc_O, lse, row, column)
 
 
 def words_at_shared(address: Int32) -> cute.Tensor:

@@ -46,12 +46,6 @@ def fma_up(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def shift_left(x: Int32, by: Int32, *, loc=None, ip=None) -> Int32:
-    """shl.b32: 0 for a shift by 32 or more, where the DSL's own is undefined."""
-    return Int32(asm(T.i32(), [Int32(x), Int32(by)], "shl.b32 $0, $1, $2;", "=r,r,r", loc, ip))
-
-
-@dsl_user_op
 def here(x: Int32, *, loc=None, ip=None) -> Int32:
     """x, worked out at this place and once; what follows from it is worked out behind."""
     return Int32(asm(T.i32(), [Int32(x)], "mov.b32 $0, $1;", "=r,r", loc, ip, stays=True))
@@ -70,7 +64,10 @@ def shared_here(*, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
-def copy_async(to: Int32, address: Int64, size: Int32, *, loc=None, ip=None):
-    """cp.async.cg.shared.global: 16 bytes from global to shared memory, `size` of them read, the others 0."""
-    operands = [Int32(to), Int64(address), Int32(size)]
-    asm(None, operands, "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r,~{memory}", loc, ip, stays=True)
+def copy_async(to: Int32, address: Int64, size: Int32, policy: Int64, *, loc=None, ip=None):
+    """cp.async.cg.shared.global: 16 bytes from global to shared memory, `size` of them read, the others 0; with what L2
+    is told about them.
+    """
+    operands = [Int32(to), Int64(address), Int32(size), Int64(policy)]
+    instruction = "cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2, $3;"
+    asm(None, operands, instruction, "r,l,r,l,~{memory}", loc, ip, stays=True)
