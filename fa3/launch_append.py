@@ -1,0 +1,139 @@
+"""The append kernel on CUDA tensors: the compiled kernel, the launch. Never waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, int32
+
+from fa3.append import check_append
+from fa3.device import chip
+from fa3.kernels.append.config import (
+    BATCH_IDX,
+    CHUNK,
+    CU_K,
+    CU_Q,
+    INDPTR,
+    LENGTHS,
+    OWN_POSITION,
+    PAGE_TABLE,
+    ROTARY_SEQLENS,
+    THREADS,
+    Config,
+    Rotary,
+    Spec,
+    config_for,
+)
+from fa3.kernels.compile import load
+from fa3.launch import REFUSALS, remember
+from fa3.problem import KERNEL_DTYPES, check_chip
+from fa3.serving import Serving
+from fa3.tma import ALIGNMENT, step_of, strides_for
+
+BITS = (LENGTHS, CU_K, BATCH_IDX, PAGE_TABLE, INDPTR, CU_Q, ROTARY_SEQLENS)  # in the order of the kernel's lists
+CTAS_MAX = 2**31 - 1
+
+_runs: dict[tuple, Callable[..., object]] = {}  # of calls that were checked
+
+
+def append(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, serving: Serving,
+    cos: Tensor | None, sin: Tensor | None, rotary_seqlens: Tensor | None, interleaved: bool,
+    each_query_its_own_position: bool, start: int,
+) -> Tensor:  # fmt: skip
+    """As `fa3.append.append`. A call like an earlier one is not checked again but by the compiled function."""
+    s, given = serving, (k, v)
+    lists = s.lengths, s.cu_seqlens_k_new, s.batch_idx, s.page_table, s.indptr, s.cu_seqlens_q, rotary_seqlens
+    key = (
+        q.dtype, q.get_device(), q.shape[-1], s.cu_seqlens_q is None and q.shape[0],
+        k is not None and s.cu_seqlens_k_new is None and k.shape[0], k is None, v is None, interleaved,
+        cos is not None and (cos.shape, cos.dtype), sin is None, *[x is not None and x.shape for x in lists],
+    )  # fmt: skip
+    run = _runs.get(key)
+    if run is None or not 0 <= start < 2**31:
+        check_append(q, k_cache, v_cache, k, v, serving, cos, sin, rotary_seqlens, start)
+        check_chip(chip(q.get_device()))
+        run = load(*_kernel(q, cos, interleaved, True))
+        remember(_runs, key, run)
+    if k is None and cos is None:
+        return q
+    if k is None or v is None:
+        k, v = k_cache[:0], v_cache[:0]
+    elif s.cu_seqlens_k_new is not None:
+        k, v = (x.unsqueeze(0) if _has_sequences(s.cu_seqlens_k_new) else x[None, :0] for x in (k, v))
+    rotated, source, out = q, None, None
+    if cos is not None:
+        rotated = q.new_empty(q.shape)
+        if s.cu_seqlens_q is None:
+            source, out = q, rotated
+        elif _has_sequences(s.cu_seqlens_q):
+            source, out = q.unsqueeze(0), rotated.unsqueeze(0)
+        else:
+            return rotated.copy_(q)
+    if k.numel() == 0 and (out is None or out.numel() == 0):
+        return rotated
+    _check_size(out, k, v)
+    tensors = source, out, k, v, k_cache, v_cache, cos, sin
+    told = _told(lists, k, each_query_its_own_position, start)
+    try:
+        run(*tensors, told)
+    except REFUSALS:
+        check_append(q, k_cache, v_cache, *given, serving, cos, sin, rotary_seqlens, start)
+        _launch_otherwise(tensors, told, *_kernel(q, cos, interleaved, False), run)
+    return rotated
+
+
+def _kernel(q: Tensor, cos: Tensor | None, interleaved: bool, aligned: bool) -> tuple[Spec, Config]:
+    dtype: Any = KERNEL_DTYPES[q.dtype]
+    rotary = None
+    if cos is not None:
+        rotary = Rotary(interleaved, "float32" if cos.dtype == torch.float32 else dtype)
+    spec = Spec(dtype, rotary, aligned)
+    return spec, config_for(spec)
+
+
+def _has_sequences(offsets: Tensor) -> bool:
+    return offsets.shape[0] > 1
+
+
+def _told(lists: tuple[Tensor | None, ...], like: Tensor, own: bool, start: int) -> tuple:
+    """The kernel's lists. Another stands for one that is not given, and is not read."""
+    given, some = OWN_POSITION * own, None
+    for bit, x in zip(BITS, lists):
+        if x is not None:
+            given, some = given | bit, x
+    stand_in = like.new_empty(1, dtype=int32) if some is None else some
+    lengths, cu_k, batch_idx, table, *others = (stand_in if x is None else x for x in lists)
+    if stand_in.dim() == 2:  # the page table alone is given
+        stand_in = stand_in[:, 0] if stand_in.shape[1] else like.new_empty(1, dtype=int32)
+        lengths, cu_k, batch_idx, *others = (stand_in if x is None else x for x in (*lists[:3], *lists[4:]))
+    return lengths, cu_k, batch_idx, table if table.dim() == 2 else table.unsqueeze(0), *others, given, start
+
+
+def _check_size(out: Tensor | None, k: Tensor, v: Tensor) -> None:
+    """That a grid has room for the CTAs."""
+    parts = [x for x in (out, k, v) if x is not None]
+    if sum(x.numel() for x in parts) <= CTAS_MAX:  # nearly always
+        return
+    ctas = sum(x.shape[0] * x.shape[1] * -(-x.shape[2] * x.shape[3] // (CHUNK * THREADS)) for x in parts)
+    if ctas > CTAS_MAX:
+        raise ValueError(
+            f"q and k have {tuple(parts[0].shape)} and {tuple(k.shape)} rows, heads and head_dim, for {ctas} CTAs; "
+            f"allowed: {CTAS_MAX}. Split the batch"
+        )
+
+
+def _launch_otherwise(
+    tensors: tuple[Tensor | None, ...], told: tuple, spec: Spec, config: Config, run: Callable[..., object]
+) -> None:
+    """Where strides or addresses are no multiples of 16 bytes: of one-element dimensions they do not matter."""
+    views = [x if x is None or (strides := strides_for(x)) is None else x.as_strided(x.shape, strides) for x in tensors]
+    if any(x is not None and not _is_aligned(x) for x in views):
+        run = load(spec, config)
+    run(*views, told)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % ALIGNMENT == 0 and not any(stride % step_of(x) for stride in x.stride()[:-1])
