@@ -8,22 +8,27 @@ if TYPE_CHECKING:
     from fa3.interface import explain, flash_attn_func, flash_attn_qkvpacked_func, is_available, why_not
     from fa3.interface_fp8 import flash_attn_fp8_func, flash_attn_quantized_func
     from fa3.interface_varlen import flash_attn_varlen_func
+    from fa3.merge import flash_attn_combine, merge_states
 
 __version__ = "0.1.0"
 __all__ = [
     "explain",
+    "flash_attn_combine",
     "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_quantized_func",
     "flash_attn_varlen_func",
     "is_available",
+    "merge_states",
     "why_not",
 ]
 ELSEWHERE = {
+    "flash_attn_combine": "fa3.merge",
     "flash_attn_fp8_func": "fa3.interface_fp8",
     "flash_attn_quantized_func": "fa3.interface_fp8",
     "flash_attn_varlen_func": "fa3.interface_varlen",
+    "merge_states": "fa3.merge",
 }
 
 

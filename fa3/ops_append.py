@@ -76,8 +76,8 @@ def _split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _check(arguments: tuple[Any, ...]) -> None:
     """Of the arguments of fa3.append.append."""
-    *given, _, _, start = arguments
-    check_append(*given, start)
+    q, k_cache, v_cache, k, v, serving, cos, sin, rotary_seqlens, _, _, start = arguments
+    check_append(q, k_cache, v_cache, k, v, serving, cos, sin, rotary_seqlens, start)
 
 
 def _cuda(*arguments: Any) -> Tensor:

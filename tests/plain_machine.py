@@ -19,6 +19,10 @@ class PlainWarp(Warp):
         if rest[0] == "relu":
             self.put(a[0], np.maximum(self.registers[a[0]].view(np.int32), 0).view(np.uint32), mask)
 
+    def op_max(self, a, rest, kind, mask):
+        on_float = np.maximum if "NaN" in rest else np.fmax
+        self._binary(a, kind, mask, np.maximum, on_float)
+
     def op_popc(self, a, rest, kind, mask):
         counts = [bin(x).count("1") for x in self.value(a[1]).tolist()]
         self.put(a[0], np.array(counts, np.uint32), mask)

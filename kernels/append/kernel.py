@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from .address import load_words, store_words
+from ..prims.memory import load_words, store_words
 from .config import CARVEOUT, CHUNK, THREADS, Config, Spec
 from .place import Lists, Part, Place
 from .rotary import Tables

@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..prims.fp8 import product, unpack
+from ..prims.memory import load_floats
 from ..prims.ptx import pack
-from .address import load_floats
 from .config import CHUNK, Rotary
 
 NAN = float("nan")

@@ -4,7 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..prims.fp8 import unpack
+from .fp8 import from_bits, unpack
+from .ptx import pack
 
 
 def load_words(address: Int64, count: int, aligned: bool) -> cute.Tensor:
@@ -12,6 +13,12 @@ def load_words(address: Int64, count: int, aligned: bool) -> cute.Tensor:
     words = cute.make_rmem_tensor(count, Int32)
     _copy(_at(address, count, aligned), _pieces(words, aligned))
     return words
+
+
+def load_into(address: Int64, words: cute.Tensor):
+    """As many 32-bit words as `words` has, a multiple of 4, at a multiple of 16 bytes."""
+    for i in range(cute.size(words) // 4):
+        _copy(_at(address + 16 * i, 4, True), cute.local_tile(words, (4,), (i,)))
 
 
 def store_words(address: Int64, words: cute.Tensor, aligned: bool):
@@ -27,8 +34,29 @@ def load_floats(address: Int64, count: int, dtype: type, aligned: bool) -> list:
             cute.autovec_copy(_gmem(address + 4 * i, 4, Float32, 16 if aligned else 4), part)
             values += [part[j] for j in range(4)]
         return values
-    words = load_words(address, count // 2, aligned)
-    return [value for i in range(count // 2) for value in unpack(words[i], dtype)]
+    return floats_of(load_words(address, count // 2, aligned), dtype)
+
+
+def store_floats(address: Int64, values: list, dtype: type):
+    """Values rounded to type dtype, at a multiple of 16 bytes."""
+    if dtype is Float32:
+        for i in range(0, len(values), 4):
+            part = cute.make_rmem_tensor(4, Float32)
+            for j in range(4):
+                part[j] = values[i + j]
+            cute.autovec_copy(part, _gmem(address + 4 * i, 4, Float32, 16))
+        return
+    words = cute.make_rmem_tensor(len(values) // 2, Int32)
+    for i in range(len(values) // 2):
+        words[i] = pack(values[2 * i], values[2 * i + 1], dtype)
+    store_words(address, words, True)
+
+
+def floats_of(words: cute.Tensor, dtype: type) -> list:
+    """The values of type dtype in 32-bit words as floats, exactly."""
+    if dtype is Float32:
+        return [from_bits(words[i]) for i in range(cute.size(words))]
+    return [value for i in range(cute.size(words)) for value in unpack(words[i], dtype)]
 
 
 def _at(address: Int64, count: int, aligned: bool) -> cute.Tensor:
