@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, int32
@@ -86,7 +85,7 @@ def append(
 
 
 def _kernel(q: Tensor, cos: Tensor | None, interleaved: bool, aligned: bool) -> tuple[Spec, Config]:
-    dtype: Any = KERNEL_DTYPES[q.dtype]
+    dtype = KERNEL_DTYPES[q.dtype]
     rotary = None
     if cos is not None:
         rotary = Rotary(interleaved, "float32" if cos.dtype == torch.float32 else dtype)

@@ -4,7 +4,7 @@ Plain frozen records: importing this module imports no compiler, so a kernel on 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 DTYPES = ("bfloat16", "float16")
 CHUNK = 8  # values of a 16-bit type in 16 bytes: what a thread moves
@@ -30,7 +30,7 @@ class Spec:
 
     entry: ClassVar[str] = "fa3.kernels.append.kernel"  # module whose `signature(spec, config)` is compiled
 
-    dtype: Literal["bfloat16", "float16"]
+    dtype: str  # "bfloat16" or "float16"
     rotary: Rotary | None = None  # None: Q is not touched, K is copied
     aligned: bool = True  # all addresses and strides are multiples of 16 bytes; else values are moved one by one
 
