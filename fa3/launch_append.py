@@ -34,7 +34,8 @@ from fa3.tma import ALIGNMENT, step_of, strides_for
 BITS = (LENGTHS, CU_K, BATCH_IDX, PAGE_TABLE, INDPTR, CU_Q, ROTARY_SEQLENS)  # in the order of the kernel's lists
 CTAS_MAX = 2**31 - 1
 
-_runs: dict[tuple, Callable[..., object]] = {}  # of calls that were checked
+# Of calls that were checked: the compiled function, and which lists there are.
+_plans: dict[tuple, tuple[Callable[..., object], int]] = {}
 
 
 def append(
@@ -50,12 +51,13 @@ def append(
         k is not None and s.cu_seqlens_k_new is None and k.shape[0], k is None, v is None, interleaved,
         cos is not None and (cos.shape, cos.dtype), sin is None, *[x is not None and x.shape for x in lists],
     )  # fmt: skip
-    run = _runs.get(key)
-    if run is None or not 0 <= start < 2**31:
+    plan = _plans.get(key)
+    if plan is None or not 0 <= start < 2**31:
         check_append(q, k_cache, v_cache, k, v, serving, cos, sin, rotary_seqlens, start)
         check_chip(chip(q.get_device()))
-        run = load(*_kernel(q, cos, interleaved, True))
-        remember(_runs, key, run)
+        plan = load(*_kernel(q, cos, interleaved, True)), sum(bit for bit, x in zip(BITS, lists) if x is not None)
+        remember(_plans, key, plan)
+    run, bits = plan
     if k is None and cos is None:
         return q
     if k is None or v is None:
@@ -64,7 +66,7 @@ def append(
         k, v = (x.unsqueeze(0) if _has_sequences(s.cu_seqlens_k_new) else x[None, :0] for x in (k, v))
     rotated, source, out = q, None, None
     if cos is not None:
-        rotated = q.new_empty(q.shape)
+        rotated = torch.empty_like(q) if q.is_contiguous() else q.new_empty(q.shape)
         if s.cu_seqlens_q is None:
             source, out = q, rotated
         elif _has_sequences(s.cu_seqlens_q):
@@ -72,10 +74,11 @@ def append(
         else:
             return rotated.copy_(q)
     if k.numel() == 0 and (out is None or out.numel() == 0):
+        check_append(q, k_cache, v_cache, *given, serving, cos, sin, rotary_seqlens, start)
         return rotated
     _check_size(out, k, v)
     tensors = source, out, k, v, k_cache, v_cache, cos, sin
-    told = _told(lists, k, each_query_its_own_position, start)
+    told = _told(lists, bits | OWN_POSITION if each_query_its_own_position else bits, k, start)
     try:
         run(*tensors, told)
     except REFUSALS:
@@ -97,25 +100,31 @@ def _has_sequences(offsets: Tensor) -> bool:
     return offsets.shape[0] > 1
 
 
-def _told(lists: tuple[Tensor | None, ...], like: Tensor, own: bool, start: int) -> tuple:
-    """The kernel's lists. Another stands for one that is not given, and is not read."""
-    given, some = OWN_POSITION * own, None
-    for bit, x in zip(BITS, lists):
-        if x is not None:
-            given, some = given | bit, x
-    stand_in = like.new_empty(1, dtype=int32) if some is None else some
-    lengths, cu_k, batch_idx, table, *others = (stand_in if x is None else x for x in lists)
-    if stand_in.dim() == 2:  # the page table alone is given
-        stand_in = stand_in[:, 0] if stand_in.shape[1] else like.new_empty(1, dtype=int32)
-        lengths, cu_k, batch_idx, *others = (stand_in if x is None else x for x in (*lists[:3], *lists[4:]))
-    return lengths, cu_k, batch_idx, table if table.dim() == 2 else table.unsqueeze(0), *others, given, start
+def _told(lists: tuple[Tensor | None, ...], given: int, like: Tensor, start: int) -> tuple:
+    """The kernel's lists. Another stands for one that is not given, and is not read. given: those that are, as bits."""
+    lengths, cu_k, batch_idx, table, indptr, cu_q, rotary = lists
+    one = lengths
+    if one is None:
+        others = (x for x in (cu_k, batch_idx, indptr, cu_q, rotary) if x is not None)
+        one = next(others, None)
+        if one is None:
+            one = like.new_empty(1, dtype=int32)
+    if table is None:
+        table = one.unsqueeze(0)
+    elif indptr is not None:
+        table = table.unsqueeze(0)
+    return (
+        one, one if cu_k is None else cu_k, one if batch_idx is None else batch_idx, table,
+        one if indptr is None else indptr, one if cu_q is None else cu_q, one if rotary is None else rotary,
+        given, start,
+    )  # fmt: skip
 
 
 def _check_size(out: Tensor | None, k: Tensor, v: Tensor) -> None:
     """That a grid has room for the CTAs."""
-    parts = [x for x in (out, k, v) if x is not None]
-    if sum(x.numel() for x in parts) <= CTAS_MAX:  # nearly always
+    if k.numel() + v.numel() + (0 if out is None else out.numel()) <= CTAS_MAX:  # nearly always
         return
+    parts = [x for x in (out, k, v) if x is not None]
     ctas = sum(x.shape[0] * x.shape[1] * -(-x.shape[2] * x.shape[3] // (CHUNK * THREADS)) for x in parts)
     if ctas > CTAS_MAX:
         raise ValueError(

@@ -12,6 +12,23 @@ CACHES = ("dense", "batch_idx", "pages", "csr")
 LAYOUTS = ("contiguous", "heads first", "one pool", "misaligned")
 
 
+# A cache, what its lists must not say of a sequence, and which one: its rows are not written on a GPU.
+IMPOSSIBLE = (
+    ("pages", 1, lambda s: s.page_table[1].fill_(-1)),
+    ("pages", 1, lambda s: s.page_table[1].fill_(1 << 30)),
+    ("pages", 1, lambda s: s.lengths[1:2].fill_(-3)),
+    ("pages", 1, lambda s: s.lengths[1:2].fill_(2**31 - 1)),
+    ("pages", 1, lambda s: s.lengths[1:2].fill_(16 * s.page_table.shape[1])),
+    ("dense", 1, lambda s: s.lengths[1:2].fill_(10**6)),
+    ("dense", 2, lambda s: s.lengths[2:3].fill_(-3)),
+    ("batch_idx", 1, lambda s: s.batch_idx[1:2].fill_(10**6)),
+    ("batch_idx", 1, lambda s: s.batch_idx[1:2].fill_(-1)),
+    ("csr", 2, lambda s: s.lengths[2:3].fill_(10**6)),
+    ("csr", 0, lambda s: s.lengths[0:1].fill_(16 * int(s.indptr[1]))),
+    ("csr", 0, lambda s: s.indptr[0:1].fill_(-10)),
+)
+
+
 class Case(NamedTuple):
     """The arguments of fa3.append.append, by name."""
 
@@ -139,6 +156,16 @@ def expected(case: Case) -> tuple[Any, torch.Tensor, torch.Tensor]:
         for i, (to, x) in enumerate(zip(rows(rotated, s.cu_seqlens_q, b), rows(case.q, s.cu_seqlens_q, b))):
             to[:] = embedded(case, x, position + (i if case.each_query_its_own_position else 0))
     return rotated, k_memory, v_memory
+
+
+def assert_left_out(case: Case, k_memory, got, sequence: int) -> None:
+    """All is as after the right call of this case, of one pool, but that this sequence's rows were not written."""
+    changed = got != k_memory
+    assert (got[changed] == CANARY).all()
+    assert 0 < changed.sum() <= case.k[sequence].numel() + case.v[sequence].numel()
+    block, slot = target(case.serving, sequence, int(case.serving.lengths[sequence]), case.k_cache.shape[1])
+    after = got.as_strided(case.k_cache.shape, case.k_cache.stride(), case.k_cache.storage_offset())
+    assert (after[block, slot] == CANARY).all()
 
 
 def rows(x, cu, b):

@@ -11,7 +11,7 @@ from fa3.kernels.append.config import CHUNK, DTYPES, THREADS, Rotary, Spec, conf
 from fa3.kernels.compile import inspect
 from fa3.kernels.sass import read
 from tests import plain_machine
-from tests.append_case import CACHES, expected, make, whole
+from tests.append_case import CACHES, IMPOSSIBLE, assert_left_out, expected, make, whole
 from tests.forward_machine import Memory, words
 
 SPECS = [Spec(dtype) for dtype in DTYPES] + [
@@ -47,7 +47,7 @@ def on_the_machine(case, monkeypatch):
     monkeypatch.setattr(launch_append, "load", load)
     monkeypatch.setattr(launch_append, "check_chip", lambda chip: None)
     monkeypatch.setattr(launch_append, "chip", lambda index: None)
-    monkeypatch.setattr(launch_append, "_runs", {})
+    monkeypatch.setattr(launch_append, "_plans", {})
     return launch_append.append(*case), used
 
 
@@ -114,29 +114,14 @@ def test_a_length_for_all_and_q_alone(monkeypatch):
     verify(make(has_new=False), monkeypatch)
 
 
-def test_nothing_is_written_where_lists_are_wrong(monkeypatch):
-    """No read or write outside of a tensor (the machine looks), and the rows that can be written are."""
-    sizes = dict(new=2, queries=1, rotary="neox")
-    make_case = functools.partial(make, "pages", "one pool", lengths=(1, 8, 4), **sizes)
-    for edit in (
-        lambda s: s.page_table[1].fill_(-1),
-        lambda s: s.page_table[1].fill_(1 << 30),
-        lambda s: s.lengths[1:2].fill_(-3),
-        lambda s: s.lengths[1:2].fill_(2**31 - 1),
-        lambda s: s.lengths[1:2].fill_(3 * s.page_table.shape[1]),
-    ):
-        case, without = make_case(), make_case()
-        edit(case.serving)
-        keep = [0, 2]
-        part = without._replace(
-            q=without.q[keep], k=without.k[keep], v=without.v[keep],
-            serving=without.serving._replace(
-                lengths=without.serving.lengths[keep], page_table=without.serving.page_table[keep]
-            ),
-        )  # fmt: skip
-        q, k_memory, _ = expected(part)
-        got, _ = on_the_machine(case, monkeypatch)
-        assert torch.equal(whole(case.k_cache), k_memory) and torch.equal(got[keep], q)
+@pytest.mark.parametrize("number", range(len(IMPOSSIBLE)))
+def test_what_lists_do_not_allow_is_not_written(number, monkeypatch):
+    """Nor anything outside of a tensor read or written: the machine looks."""
+    cache, sequence, edit = IMPOSSIBLE[number]
+    case, edited = (make(cache, "one pool", "none", lengths=(1, 8, 4), page_size=16) for _ in range(2))
+    edit(edited.serving)
+    on_the_machine(edited, monkeypatch)
+    assert_left_out(case, expected(case)[1], whole(edited.k_cache), sequence)
 
 
 def test_positions_outside_the_tables_make_nan(monkeypatch):

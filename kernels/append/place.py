@@ -121,7 +121,7 @@ class Part(NamedTuple):
             if lists.has(INDPTR):
                 first, line = lists.indptr[token.sequence], Int32(0)
                 end = cutlass.min(end, lists.indptr[token.sequence + 1])
-            exists = exists & (first >= 0) & (page < end - first)
+            exists = exists & (first >= 0) & (page < end - first) & (slot < size)
             if exists:
                 block = lists.page_table[line, first + page]
         else:
