@@ -20,11 +20,12 @@ IMPOSSIBLE = (
     ("pages", 1, lambda s: s.lengths[1:2].fill_(2**31 - 1)),
     ("pages", 1, lambda s: s.lengths[1:2].fill_(16 * s.page_table.shape[1])),
     ("dense", 1, lambda s: s.lengths[1:2].fill_(10**6)),
+    ("dense", 1, lambda s: s.lengths[1:2].fill_(12)),  # the rows of a sequence of lengths (1, 8, 4), 2 new and room 2
     ("dense", 2, lambda s: s.lengths[2:3].fill_(-3)),
     ("batch_idx", 1, lambda s: s.batch_idx[1:2].fill_(10**6)),
     ("batch_idx", 1, lambda s: s.batch_idx[1:2].fill_(-1)),
     ("csr", 2, lambda s: s.lengths[2:3].fill_(10**6)),
-    ("csr", 0, lambda s: s.lengths[0:1].fill_(16 * int(s.indptr[1]))),
+    ("csr", 1, lambda s: s.lengths[1:2].fill_(16 * int(s.indptr[2] - s.indptr[1]))),
     ("csr", 0, lambda s: s.indptr[0:1].fill_(-10)),
 )
 
