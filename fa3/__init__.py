@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from fa3.interface_fp8 import flash_attn_fp8_func, flash_attn_quantized_func
     from fa3.interface_kvcache import flash_attn_with_kvcache, get_scheduler_metadata
     from fa3.interface_varlen import flash_attn_varlen_func
+    from fa3.merge import flash_attn_combine, merge_states
 
 __version__ = "0.1.0"
 __all__ = [
     "explain",
+    "flash_attn_combine",
     "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
@@ -21,14 +23,17 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
     "is_available",
+    "merge_states",
     "why_not",
 ]
 ELSEWHERE = {
+    "flash_attn_combine": "fa3.merge",
     "flash_attn_fp8_func": "fa3.interface_fp8",
     "flash_attn_quantized_func": "fa3.interface_fp8",
     "flash_attn_varlen_func": "fa3.interface_varlen",
     "flash_attn_with_kvcache": "fa3.interface_kvcache",
     "get_scheduler_metadata": "fa3.interface_kvcache",
+    "merge_states": "fa3.merge",
 }
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
+from fa3 import serving_kernels
 from fa3.console import console, quiet_compiler
 from fa3.heuristics import all_configs
 from fa3.kernels import compile as kernels
@@ -81,7 +82,8 @@ def select(
     """Those of the kernels that a call can ask for which serve these head dims (head_dim_v is head_dim unless given).
 
     What quantises for FP8 is made for head dims and not for tiles: of these head dims, or of all tiles' sizes; rotated,
-    without rotary embedding. Exits with one sentence for a head dim that no kernel serves.
+    without rotary embedding. What appends to a cache and merges serves every head dim: it is made where none is given.
+    Exits with one sentence for a head dim that no kernel serves.
     """
     wanted = None if head_dim is None else (head_dim, head_dim_v or head_dim)
     tile = None if wanted is None else _tile(wanted, dtype)
@@ -94,6 +96,8 @@ def select(
             yield spec, config
     if dtype in (None, FP8) and (wanted is None or listing.are_served(wanted)):
         yield from listing.all_kernels([wanted] if wanted else TILES)
+    if wanted is None:
+        yield from serving_kernels.all_kernels(dtype)
 
 
 def of_presets(names: list[str], dtype: str | None = None, causal: bool | None = None) -> list[Kernel]:
@@ -156,6 +160,8 @@ def prepare(spec: Any, config: Any) -> Outcome:
 
 def describe(spec: Any, config: Any) -> str:
     """One kernel in a few words: of two that a call can ask for, no two have the same."""
+    if isinstance(spec, serving_kernels.AnySpec):
+        return serving_kernels.describe(spec)
     return describe_forward(spec, config) if isinstance(spec, Spec) else listing.describe(spec)
 
 

@@ -140,6 +140,58 @@ def ragged_calls():
     }
 
 
+def append_calls():
+    """Name -> the arguments of an append with a rotary embedding. 3 sequences, 2 new rows, 9 pages of 16."""
+    right = dict(q=(3, 2, 8, 64), out=(3, 2, 8, 64), k=(3, 2, 4, 64), v=(3, 2, 4, 32), k_cache=(9, 16, 4, 64),
+                 v_cache=(9, 16, 4, 32), cos=(99, 32), sin=(99, 32))  # fmt: skip
+    lists = dict(lengths=(3,), cu_k=(4,), batch_idx=(3,), table=(3, 7), indptr=(4,), cu_q=(4,), rotary=(3,))
+
+    def made(**changes):
+        def tensor(name, shape):
+            change = changes.get(name, {})
+            dtype = INT32 if name in lists else BFLOAT16
+            return Tensor(shape, **{"dtype": dtype, **change}) if isinstance(change, dict) else Tensor(change)
+
+        tensors, told = ([tensor(*item) for item in each.items()] for each in (right, lists))
+        return (*tensors, (*told, 1, 0))
+
+    return {
+        "right": made(),
+        "right, on device 1": made(**dict.fromkeys({**right, **lists}, dict(device=1))),
+        "no new rows": made(k=(0, 16, 4, 64), v=(0, 16, 4, 32)),
+        "v.shape[1]": made(v=(3, 1, 4, 32)),
+        "k_cache.shape[2]": made(k_cache=(9, 16, 2, 64)),
+        "v_cache.shape[3]": made(v_cache=(9, 16, 4, 64)),
+        "sin.shape[0]": made(sin=(98, 32)),
+        "cos.dtype": made(cos=dict(dtype=FLOAT32)),
+        "k_cache.device": made(k_cache=dict(device=1)),
+        "v_cache.data": made(v_cache=dict(address=4096 + 8)),
+        "table.dtype": made(table=dict(dtype=INT64)),
+        "lengths.device": made(lengths=dict(device=1)),
+        "cu_q on the CPU": made(cu_q=dict(kind=CPU)),
+    }
+
+
+def merge_calls():
+    """Name -> the arguments of a merge of two."""
+    o, lse = (2, 3, 4, 64), (2, 3, 4)
+
+    def made(**changes):
+        shapes = dict(o=o, lse=lse, other=o, other_lse=lse, out=o, out_lse=lse)
+        options = {name: dict(dtype=FLOAT32 if "lse" in name else BFLOAT16) for name in shapes}
+        return (*(Tensor(shape, **{**options[name], **changes.get(name, {})}) for name, shape in shapes.items()), 3)
+
+    return {
+        "right": made(),
+        "right, on device 1": made(
+            **dict.fromkeys(("o", "lse", "other", "other_lse", "out", "out_lse"), dict(device=1))
+        ),
+        "other.dtype": made(other=dict(dtype=FLOAT16)),
+        "other_lse.device": made(other_lse=dict(device=1)),
+        "out.data": made(out=dict(address=4096 + 8)),
+    }
+
+
 def main() -> None:
     folder = tempfile.mkdtemp()
     source, library = Path(folder, "stubs.c"), Path(folder, "stubs.so")
@@ -150,7 +202,12 @@ def main() -> None:
     import tvm_ffi
 
     from fa3.kernels import compile
+    from fa3.kernels.append.config import Rotary
+    from fa3.kernels.append.config import Spec as AppendSpec
+    from fa3.kernels.append.config import config_for as append_config
     from fa3.kernels.forward.config import Config, Spec
+    from fa3.kernels.merge.config import Spec as MergeSpec
+    from fa3.kernels.merge.config import config_for as merge_config
 
     run = compile.load(Spec("bfloat16", 64, 64, False), Config(2, 128))  # linked to what was loaded first: the stubs
     seen, count = (ctypes.c_int * 64).in_dll(stubs, "seen"), ctypes.c_int.in_dll(stubs, "count")
@@ -170,6 +227,22 @@ def main() -> None:
     for name, tensors in ragged_calls().items():
         *lists, tickets = map(tvm_ffi.from_dlpack, tensors[5:])
         note(f"ragged: {name}", run, tensors[:5], (*lists, 1, 1), tickets)
+
+    def given(x):
+        return tuple(map(given, x)) if isinstance(x, tuple) else tvm_ffi.from_dlpack(x) if isinstance(x, Tensor) else x
+
+    append, pair = AppendSpec("bfloat16", Rotary(False, "bfloat16")), MergeSpec("bfloat16", "bfloat16", True)
+    for kind, run, each in (
+        ("append", compile.load(append, append_config(append)), append_calls()),
+        ("merge", compile.load(pair, merge_config(pair)), merge_calls()),
+    ):
+        for name, arguments in each.items():
+            count.value, error = 0, ""
+            try:
+                run(*given(arguments))
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            results[f"{kind}: {name}"] = (error, seen[: count.value])
     print(json.dumps(results))
 
 

@@ -16,6 +16,8 @@ from tests.ptx_warp import Warp
 class Cta:
     """Runs one CTA of a grid."""
 
+    warp_type = Warp
+
     def __init__(
         self, program, params: list[np.ndarray], maps: dict[int, TensorMap], tensors: list[Tensor], threads: int,
         trace: Trace | None = None,
@@ -77,7 +79,7 @@ class Cta:
         self.barriers: dict[int, Barrier] = {}
         self.named: dict[int, Named] = {}
         self.late: list = []
-        self.warps = [Warp(self, i) for i in range(self.threads // 32)]
+        self.warps = [self.warp_type(self, i) for i in range(self.threads // 32)]
         self.draw = None if seed is None else np.random.default_rng((seed, number))
         running = list(self.warps)
         with np.errstate(all="ignore"):

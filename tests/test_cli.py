@@ -125,8 +125,9 @@ class TestCompile:
         from fa3.kernels.forward.config import TILES
         from fa3.precompile import describe
         from fa3.quant.listing import all_kernels
+        from fa3.serving_kernels import all_kernels as around
 
-        everything = [*all_configs(), *all_kernels(TILES)]
+        everything = [*all_configs(), *all_kernels(TILES), *around()]
         assert len({describe(*kernel) for kernel in everything}) == len(everything)
 
     def test_selects_by_what_a_call_has(self):
@@ -135,9 +136,10 @@ class TestCompile:
         from fa3.kernels.quantize.config import PackSpec, ScalesSpec
         from fa3.precompile import select
         from fa3.quant.listing import all_kernels
+        from fa3.serving_kernels import all_kernels as around
 
         everything = list(all_configs())
-        assert list(select()) == [*everything, *all_kernels(TILES)]
+        assert list(select()) == [*everything, *all_kernels(TILES), *around()]
         fp8 = list(select(FP8, 80, 112))
         assert {s.dtype_o for s, _ in fp8 if hasattr(s, "dtype_o")} == {"bfloat16", "float16"}
         made = {(s.head_dim, s.head_dim_v) for s, _ in fp8 if hasattr(s, "head_dim")}
@@ -150,7 +152,9 @@ class TestCompile:
         assert list(select("float16", 80, None, False)) != chosen
         assert {(s.head_dim, s.head_dim_v) for s, _ in select("float16", 192, 128)} == {(192, 128)}
         halves = {*select(causal=True), *select(causal=False)}
-        assert halves == {*everything, *all_kernels(TILES)}
+        assert halves == {*everything, *all_kernels(TILES), *around()}
+        assert {s.dtype_o if hasattr(s, "dtype_o") else s.dtype for s, _ in around("float16")} == {"float16"}
+        assert set(around("float16")) < set(select("float16")) and not around("float8_e4m3fn")
 
     def test_unserved_head_dim_is_one_sentence(self):
         status, _, err = fa3("compile", "--head-dim", "512")

@@ -24,10 +24,10 @@ def results():
 
 
 def test_what_fits_is_launched_on_the_tensors_device_and_the_current_one_stays(results):
-    for kind in ("", "ragged: "):
+    for kind in ("", "ragged: ", "append: ", "merge: "):
         assert results[f"{kind}right"] == ["", [LAUNCH]]
         assert results[f"{kind}right, on device 1"] == ["", [1, LAUNCH + 1, 0]]
-    assert results["ragged: no lengths"] == ["", [LAUNCH]]
+    assert results["ragged: no lengths"] == results["append: no new rows"] == ["", [LAUNCH]]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,19 @@ def test_what_fits_is_launched_on_the_tensors_device_and_the_current_one_stays(r
         ("ragged: used_k.dtype", "given[3]"),
         ("ragged: cu_k.device", "device index on given[1]"),
         ("ragged: used_q on the CPU", "given[2]"),
+        ("append: v.shape[1]", "mK.shape[1]"),
+        ("append: k_cache.shape[2]", "mK.shape[2]"),
+        ("append: v_cache.shape[3]", "mV.shape[3]"),
+        ("append: sin.shape[0]", "mCos.shape[0]"),
+        ("append: cos.dtype", "dtype=bfloat16"),
+        ("append: k_cache.device", "mQ.device.index"),
+        ("append: v_cache.data", "alignment=16"),
+        ("append: table.dtype", "dtype=int32"),
+        ("append: lengths.device", "mQ.device.index"),
+        ("append: cu_q on the CPU", "device_type=cuda"),
+        ("merge: other.dtype", "dtype=bfloat16"),
+        ("merge: other_lse.device", "mO.device.index"),
+        ("merge: out.data", "alignment=16"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_launch(results, name, reason):
@@ -65,4 +78,4 @@ def test_what_does_not_fit_is_refused_before_the_launch(results, name, reason):
 
 
 def test_every_call_is_looked_at(results):
-    assert len(results) == 18 + 11
+    assert len(results) == 18 + 11 + 13 + 5
