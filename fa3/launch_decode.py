@@ -54,7 +54,7 @@ def forward(
     split_size: int,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """O in q's dtype, or out, and LSE in fp32: (B, Hq, Sq), of ragged queries (Hq, total). Never waits for the device."""
+    """O in q's dtype, or out, and LSE in fp32: (B, Hq, Sq), of ragged queries (Hq, total). Waits for nothing."""
     s = serving
     is_ragged = s.cu_seqlens_q is not None
     given = tuple(None if x is None else x.shape for x in s if x is None or isinstance(x, Tensor))

@@ -21,6 +21,7 @@ LAYERS = {
     "fa3.kernels.forward": ["fa3.kernels.algo", "fa3.kernels.prims"],
     "fa3.kernels.backward": ["fa3.kernels.algo", "fa3.kernels.prims"],
     "fa3.kernels.quantize": ["fa3.kernels.prims"],
+    "fa3.kernels.decode": ["fa3.kernels.algo", "fa3.kernels.prims", "fa3.kernels.forward"],
     "fa3.kernels.append": ["fa3.kernels.prims"],
     "fa3.kernels.merge": ["fa3.kernels.prims"],
     "fa3.kernels": [],  # compile.py and what stands beside it: they know no kernel
@@ -31,6 +32,7 @@ LAYERS = {
         "fa3.kernels",
         "fa3.kernels.forward",
         "fa3.kernels.backward",
+        "fa3.kernels.decode",
         "fa3.kernels.append",
         "fa3.kernels.merge",
     ],

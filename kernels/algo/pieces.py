@@ -1,9 +1,9 @@
 """How the keys of a batch are dealt out to CTAs: in equal parts, whatever the lengths are.
 
 The keys of a sequence are counted in granules. All granules, sequence after sequence, make one line; part p of P gets
-the same share of it as the others, and CTAs of all heads cut the line alike. A part that holds some granules of a sequence but not all
-gives a partial result. Everything is worked out from the lengths by every warp that needs it: nothing is planned on the
-host, and a captured graph serves any lengths.
+the same share of it as the others, and CTAs of all heads cut the line alike. A part that holds some granules of a
+sequence but not all gives a partial result. Everything is worked out from the lengths by every warp that needs it:
+nothing is planned on the host, and a captured graph serves any lengths.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ FAR = 2**30  # keys: no limit
 
 
 class Given(NamedTuple):
-    """The lists of a call, as the kernel is given them, int32. Of one whose flag is 0 any number is read and dropped."""
+    """The lists of a call, int32, as the kernel has them. Of one whose flag is 0 any number is read and dropped."""
 
     lengths: cute.Tensor  # (b)
     cu_new: cute.Tensor  # (b + 1)

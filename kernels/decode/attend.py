@@ -84,7 +84,7 @@ class Fenced(NamedTuple):
 
 
 class Cleaned(NamedTuple):
-    """The ring of V: what stands where no key is may be anything, NaN too, so it is set to 0 before it is multiplied."""
+    """The ring of V: what stands where no key is may be NaN, so it is set to 0 before it is multiplied."""
 
     ring: Ring
     tile: Tile

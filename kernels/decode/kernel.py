@@ -49,10 +49,10 @@ class Decode:
 
     @cute.jit
     def __call__(
-        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor, parts: Parts | None,
-        table: cute.Tensor | None, mSink: cute.Tensor | None, given: Given, window: Window, granule: Int32 | None,
-        splits: Int32 | None, scale_log2: Float32, cap: Float32 | None, tiles: Int32, shares: Int32,
-        stream: cuda.CUstream,
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor,
+        parts: Parts | None, table: cute.Tensor | None, mSink: cute.Tensor | None, given: Given, window: Window,
+        granule: Int32 | None, splits: Int32 | None, scale_log2: Float32, cap: Float32 | None, tiles: Int32,
+        shares: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         """mQ (b, sq, h, d), of ragged queries (1, total, h, d); mK, mV (b, rows, h_kv, d), of pages (pages, page_size,
         h_kv, d); mO (b, sq, h, d_v); mLSE (b, h, sq) float32; table (b, width) int32; mSink (h) float32.
@@ -145,13 +145,15 @@ class Decode:
             q = Queries(mQ, self.tile(sQ, spec.head_dim, ROWS), q_ring, line, head_kv, warp, c.loaders(spec))
             k_data, v_data = self.tile(sK, spec.head_dim), self.tile(sV, spec.head_dim_v)
             if const_expr(gathers):
-                k, v = Rows(mK, k_data, k_ring, policy), Rows(mV, v_data, v_ring, policy)
-                loader = RowLoader(q, k, v, source, head_kv, c.tile_n, warp)
+                by_row = Rows(mK, k_data, k_ring, policy), Rows(mV, v_data, v_ring, policy)
+                line.walk(part, RowLoader(q, *by_row, source, head_kv, c.tile_n, warp).run)
             else:
                 rows = spec.pages or c.tile_n
-                k, v = Boxes(*K, k_data, k_ring, rows, policy), Boxes(*V, v_data, v_ring, rows, policy)
-                loader = BoxLoader(q, k, v, source, head_kv, c.tile_n)
-            line.walk(part, loader.run)
+                of_k, of_v = (
+                    Boxes(*x, data, ring, rows, policy)  # type: ignore[call-arg]
+                    for x, data, ring in ((K, k_data, k_ring), (V, v_data, v_ring))
+                )
+                line.walk(part, BoxLoader(q, of_k, of_v, source, head_kv, c.tile_n).run)
         else:
             attention = self.attention(qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2)
             v_data = self.tile(sV, spec.head_dim_v)
@@ -169,9 +171,9 @@ class Decode:
         row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
         mask = RowLimits.create(batch, piece, place, row, column, self.config.tile_n, cap)
         if self.spec.pages != GATHER:
-            a = a._replace(v_ring=Cleaned(a.v_ring, v_data, piece, CLEAN_BARRIER))
+            a = a._replace(v_ring=Cleaned(a.v_ring, v_data, piece, CLEAN_BARRIER))  # type: ignore[arg-type]
         Fenced(q_ring).wait_full(piece.nth)
-        a = a._replace(rQ=a.rQ[None, None, None, q_ring.stage(piece.nth)])
+        a = a._replace(rQ=a.rQ[None, None, None, q_ring.stage(piece.nth)])  # type: ignore[index]
         attend_piece(a, mask, piece, partial(q_ring.release, piece.nth))
         output.store(a, piece.whole, place, row, column)
 
@@ -186,7 +188,7 @@ class Decode:
     def attention(self, qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2) -> Attention:
         c, spec = self.config, self.spec
         qk_wg, pv_wg = qk.get_slice(0), pv.get_slice(0)
-        waited = Fenced if spec.pages == GATHER else (lambda ring: ring)
+        k_ring, v_ring = (Fenced(x) for x in (k_ring, v_ring)) if spec.pages == GATHER else (k_ring, v_ring)
         return Attention(
             qk,
             pv,
@@ -197,8 +199,8 @@ class Decode:
             rV=(pv.make_fragment_B(pv_wg.partition_B(sV)),),
             rP=cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), self.dtype),
             acc_O=cute.make_rmem_tensor(pv.partition_shape_C((64, spec.head_dim_v)), Float32),
-            k_ring=waited(k_ring),
-            v_ring=waited(v_ring),
+            k_ring=k_ring,
+            v_ring=v_ring,
             softmax=Softmax.create(scale_log2),
             turns=NoTurns(),
             accumulation=AmongExponentials(),
@@ -210,7 +212,7 @@ class Decode:
 @cute.jit
 def attend_piece(a: cutlass.Constexpr, mask: cutlass.Constexpr, piece: cutlass.Constexpr, release: cutlass.Constexpr):
     """All key blocks of a piece, from right to left. release(): Q is not needed any more."""
-    schedule, last = Overlapped(), piece.n_block + piece.count - 1
+    schedule, last = Overlapped(), piece.n_block + piece.count - 1  # type: ignore[call-arg]
     a.acc_O.fill(0.0)
     a.softmax.reset()
     schedule.first(a, piece.base, last, mask)

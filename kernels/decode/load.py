@@ -14,15 +14,18 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..algo.pieces import Batch, Line, Piece
 from ..algo.scheduler import LANES
-from ..prims.branch import when
 from ..prims.address import words_at
+from ..prims.branch import when
 from ..prims.ptx import copy_async
 from ..prims.ring import Ring
 from .config import ROWS
 from .rows import Place
 
 PIECE = 16  # bytes of a cp.async
-STAYS, GOES = 0x1000000000000000, 0x12F0000000000000  # what L2 is told of bytes: nothing, and that nobody reads them again
+STAYS, GOES = (
+    0x1000000000000000,
+    0x12F0000000000000,
+)  # what L2 is told of bytes: nothing, and that nobody reads them again
 
 
 class Tile(NamedTuple):
@@ -212,8 +215,8 @@ class BoxLoader(NamedTuple):
 
     @cute.jit
     def put(
-        self: cutlass.Constexpr, x: cutlass.Constexpr, place: cutlass.Constexpr, piece: cutlass.Constexpr, pages: Int32, i: Int32,
-        start: Int32, boxes: cutlass.Constexpr,
+        self: cutlass.Constexpr, x: cutlass.Constexpr, place: cutlass.Constexpr, piece: cutlass.Constexpr,
+        pages: Int32, i: Int32, start: Int32, boxes: cutlass.Constexpr,
     ):  # fmt: skip
         """The i-th block taken: of its boxes those that hold keys."""
         position = piece.base + i
@@ -249,7 +252,7 @@ class RowLoader(NamedTuple):
     Q: Queries
     K: Rows
     V: Rows
-    source: Paged
+    source: Contiguous | Paged
     head: Int32
     tile_n: int
     warp: Int32  # 0 .. 3
@@ -281,7 +284,14 @@ class RowLoader(NamedTuple):
         return place.page(key, (key >= piece.first) & (key < piece.end) & (i < piece.count))
 
     @cute.jit
-    def put(self: cutlass.Constexpr, x: cutlass.Constexpr, place: cutlass.Constexpr, piece: cutlass.Constexpr, page: Int32, i: Int32):
+    def put(
+        self: cutlass.Constexpr,
+        x: cutlass.Constexpr,
+        place: cutlass.Constexpr,
+        piece: cutlass.Constexpr,
+        page: Int32,
+        i: Int32,
+    ):
         """Rows that are not there become 0."""
         position = piece.base + i
         x.ring.wait_empty(position)

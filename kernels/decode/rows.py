@@ -1,7 +1,7 @@
 """Query rows of a decode tile: the heads of a group, token after token, so that they share K and V."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -80,15 +80,15 @@ class Parts(NamedTuple):
     mO: cute.Tensor  # (slots, rows, head_dim_v of the tile), contiguous
     mLSE: cute.Tensor  # (slots, rows)
 
-    def index(self, slot, i) -> Int64:
+    def place(self, slot, i) -> Int64:
         return Int64(slot) * Int64(self.mLSE.shape[1]) + Int64(i)
 
     def o(self, slot, i) -> Int64:
         """Address of a row."""
-        return self.mO.iterator.toint() + 4 * self.index(slot, i) * self.mO.shape[2]
+        return self.mO.iterator.toint() + 4 * self.place(slot, i) * self.mO.shape[2]
 
     def lse(self, slot, i) -> cute.Tensor:
-        return words_at(self.mLSE.iterator.toint() + 4 * self.index(slot, i), 1, Float32)
+        return words_at(self.mLSE.iterator.toint() + 4 * self.place(slot, i), 1, Float32)
 
     def store(self, slot, count, acc_O: cute.Tensor, lse: cute.Tensor, i, column):
         """A thread's rows i and i + 8, its columns from `column` on."""
@@ -111,8 +111,8 @@ class Output(NamedTuple):
 
     mO: cute.Tensor
     mLSE: cute.Tensor
-    parts: Parts | None
-    mSink: cute.Tensor | None  # (heads)
+    parts: Any  # Parts, where a sequence may be split
+    mSink: Any  # (heads), where there are sinks
     slot: Int32
     spec: Spec
     dtype: object

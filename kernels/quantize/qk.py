@@ -11,10 +11,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from ..prims.address import words_at
 from ..prims.fp8 import SIGNS, bits, from_bits, pack_e4m3, unpack, unpack_e4m3
 from ..prims.mma import multiply
 from ..prims.ptx import pack
-from ..prims.address import words_at
 from .config import BLOCK, CHUNK, LANES, WARPS, Spec
 from .hadamard import COLUMNS, is_negative, normalisers, sizes, transform
 from .rotary import Tables

@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ..prims.fp8 import product, unpack
 from ..prims.address import words_at
+from ..prims.fp8 import product, unpack
 from .config import CHUNK, Rotary
 
 

@@ -12,8 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from ..prims.fp8 import from_bits, pack_e4m3, unpack
 from ..prims.address import words_at
+from ..prims.fp8 import from_bits, pack_e4m3, unpack
 from .config import BLOCK, CHUNK, GROUP, KEYS, THREADS, WARPS
 from .scale import Division, division, largest_of_pairs, largest_of_warps, scale_of
 

@@ -52,7 +52,11 @@ def on(x, device, dtype=None):
             return t
         moved = t.to(device) if dtype is None or not t.is_floating_point() else t.to(device, dtype)
         # NOTE: a copy to another device has its own strides; a table keeps those that it was made with.
-        return moved if t.is_contiguous() else torch.empty_strided(t.shape, t.stride(), dtype=moved.dtype, device=device).copy_(moved)
+        return (
+            moved
+            if t.is_contiguous()
+            else torch.empty_strided(t.shape, t.stride(), dtype=moved.dtype, device=device).copy_(moved)
+        )
 
     lists = {name: move(value) for name, value in x.lists.items()}
     return replace(x, q=move(x.q), k_cache=move(x.k_cache), v_cache=move(x.v_cache), lists=lists)
@@ -74,7 +78,9 @@ def verify(x, **options):
     options = {name: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for name, v in options.items()}
     poison((*x.q.shape[:-1], x.v_cache.shape[3]), x.q.dtype, DEVICE)
     out, lse = y.call(attend, **options)
-    around = torch.full((out.shape[0] + 2, *out.shape[1:-1], out.shape[-1] + 16), CANARY, dtype=out.dtype, device=DEVICE)
+    around = torch.full(
+        (out.shape[0] + 2, *out.shape[1:-1], out.shape[-1] + 16), CANARY, dtype=out.dtype, device=DEVICE
+    )
     into = around[1:-1, ..., 8:-8]
     given_out, given_lse = y.call(attend, out=into, **options)
     assert given_out is into and torch.equal(into, out) and torch.equal(given_lse, lse)
