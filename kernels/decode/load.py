@@ -22,10 +22,6 @@ from .config import ROWS
 from .rows import Place
 
 PIECE = 16  # bytes of a cp.async
-STAYS, GOES = (
-    0x1000000000000000,
-    0x12F0000000000000,
-)  # what L2 is told of bytes: nothing, and that nobody reads them again
 
 
 class Tile(NamedTuple):
@@ -68,6 +64,7 @@ class Queries(NamedTuple):
     ring: Ring
     line: Line
     head_kv: Int32
+    policy: Int64  # see ptx.l2_policy
     warp: Int32  # of the loaders
     warps: int
 
@@ -85,7 +82,7 @@ class Queries(NamedTuple):
             offset = place.offset(self.mQ, cutlass.min(i, place.count - 1))
             address = self.mQ.iterator.toint() + 2 * offset + cutlass.select_(there, PIECE * c, 0)
             size = cutlass.select_(there, Int32(PIECE), Int32(0))
-            copy_async(self.tile.row(stage, 0, i) + self.tile.piece(i, c), address, size, STAYS)
+            copy_async(self.tile.row(stage, 0, i) + self.tile.piece(i, c), address, size, self.policy)
         cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full + stage)
 
 

@@ -64,6 +64,14 @@ def shared_here(*, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def l2_policy(priority: str, *, loc=None, ip=None) -> Int64:
+    """createpolicy.fractional: what L2 is told of bytes. priority: "evict_first" of what nobody reads again, else
+    "evict_normal".
+    """
+    return Int64(asm(T.i64(), [], f"createpolicy.fractional.L2::{priority}.b64 $0, 1.0;", "=l", loc, ip))
+
+
+@dsl_user_op
 def copy_async(to: Int32, address: Int64, size: Int32, policy: Int64, *, loc=None, ip=None):
     """cp.async.cg.shared.global: 16 bytes from global to shared memory, `size` of them read, the others 0; with what L2
     is told about them.
