@@ -26,12 +26,12 @@ from ..algo.softmax import Softmax
 from ..forward.accumulate import AmongExponentials
 from ..forward.mma import Attention, Overlapped
 from ..prims.divide import Divisor
-from ..prims.ptx import l2_policy, thread_here
+from ..prims.ptx import thread_here
 from ..prims.ring import Ring
 from ..prims.turns import NoTurns
 from .attend import Cleaned, Fenced, RowLimits
 from .config import GATHER, ROWS, Config, Spec
-from .load import Boxes, BoxLoader, Contiguous, Paged, Queries, RowLoader, Rows, Tile
+from .load import GOES, STAYS, Boxes, BoxLoader, Contiguous, Paged, Queries, RowLoader, Rows, Tile
 from .merge import LANES, WARPS, Merge
 from .rows import Output, Parts, Place
 
@@ -139,13 +139,12 @@ class Decode:
 
         if warp >= CONSUMER_WARPS:
             source = Contiguous(line.batch) if spec.pages == 0 else Paged(table, mK.shape[1], line.batch)
-            stays, goes = (l2_policy(f"evict_{x}") for x in ("normal", "first"))
-            policy = Int64(cutlass.select_(tiles > 1, stays, goes))  # other query tiles read the same keys
+            policy = Int64(cutlass.select_(tiles > 1, Int64(STAYS), Int64(GOES)))  # other query tiles read the same
             warp = warp - CONSUMER_WARPS
-            q = Queries(mQ, self.tile(sQ, spec.head_dim, ROWS), q_ring, line, head_kv, stays, warp, c.loaders(spec))
+            q = Queries(mQ, self.tile(sQ, spec.head_dim, ROWS), q_ring, line, head_kv, warp, c.loaders(spec))
             k_data, v_data = self.tile(sK, spec.head_dim), self.tile(sV, spec.head_dim_v)
             if const_expr(gathers):
-                by_row = Rows(mK, k_data, k_ring, policy), Rows(mV, v_data, v_ring, policy)
+                by_row = Rows(mK, k_data, k_ring), Rows(mV, v_data, v_ring)
                 line.walk(part, RowLoader(q, *by_row, source, head_kv, c.tile_n, warp).run)
             else:
                 rows = spec.pages or c.tile_n
