@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -190,6 +190,28 @@ def all_configs() -> Iterator[tuple[Spec, Config]]:
     yield from found
 
 
+# Of well-known models: a window, with sinks or a soft cap; layers of the same models that see all keys; chunks.
+VARIANTS: tuple[dict[str, Any], ...] = (
+    dict(causal=False, local="window"),
+    dict(causal=False, local="window", sink="bfloat16"),
+    dict(causal=False, local="window", softcap=True),
+    dict(causal=False, local="chunk"),
+    dict(causal=True, sink="bfloat16"),
+    dict(causal=True, softcap=True),
+)
+
+
+def variant_configs() -> Iterator[tuple[Spec, Config]]:
+    """The (Spec, Config) of VARIANTS. Other ones differ in the type of the sinks and in what they combine."""
+    found: dict[tuple[Spec, Config], None] = {}
+    for dtype, (head_dim, head_dim_v), variant, ragged in product(DTYPES, ROWS, VARIANTS, (False, True)):
+        spec = Spec(dtype, head_dim, head_dim_v, ragged=ragged, **variant)
+        for size in _sizes(spec, ROWS):
+            configs = [size.ragged()] if ragged else size.all_schedules(spec.causal)
+            found |= dict.fromkeys((spec, c) for c in configs)
+    yield from found
+
+
 def num_ctas(config: Config, seqlen_q: int, sequences: int, num_sms: int) -> int:
     """The grid: one CTA a query tile, of a persistent one no more than multiprocessors."""
     tiles = sequences * -(-seqlen_q // config.tile_m)
@@ -218,13 +240,20 @@ def balance(m_blocks: int, sequences: int, num_sms: int) -> float:
 
 def _row_for(spec: Spec, seqlen_q: int, seqlen_k: int, accumulation: str = ACCUMULATIONS[0]) -> Row:
     rows = FP8_ROWS[accumulation] if spec.is_fp8 else ROWS
-    row, *smaller = rows[spec.head_dim, spec.head_dim_v].sizes(spec.causal)
+    row, *smaller = _sizes(spec, rows)
     for small in smaller:
         padding = _padding(row.config, small.config, seqlen_q, seqlen_k)
         if seqlen_k > row.small_to and padding <= PADDING[spec.causal]:
             break
         row = small
     return row
+
+
+def _sizes(spec: Spec, rows: dict[tuple[int, int], Row]) -> list[Row]:
+    """The tiles of a Spec, the largest first."""
+    sizes = rows[spec.head_dim, spec.head_dim_v].sizes(spec.causal or bool(spec.local))
+    # NOTE: with the ends of intervals kernels of 3 warpgroups spill, and a window is narrow beside 192 rows.
+    return [size for size in sizes if not spec.local or size.config.warpgroups < 3]
 
 
 def _padding(large: Config, small: Config, seqlen_q: int, seqlen_k: int) -> float:

@@ -56,6 +56,6 @@ def variant_of(causal: Any, window_size: Any, attention_chunk: Any, softcap: Any
         raise ValueError(f"attention_chunk is {attention_chunk}; allowed: 0 (none) and more")
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
         raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
-    if not 0.0 <= softcap < float("inf"):
+    if not 0.0 <= float(softcap) < float("inf"):
         raise ValueError(f"softcap is {softcap}; allowed: 0 (none) and finite numbers above")
-    return Variant(bool(causal), *sides, int(attention_chunk), float(softcap))
+    return Variant(bool(causal), sides[0], sides[1], int(attention_chunk), float(softcap))

@@ -158,9 +158,15 @@ class Warp:
 
     def op_min(self, a, rest, kind, mask):
         self._binary(a, kind, mask, np.minimum, np.fmin)
+        self._no_less_than_0(a, rest, mask)
 
     def op_max(self, a, rest, kind, mask):
         self._binary(a, kind, mask, np.maximum, np.fmax)
+        self._no_less_than_0(a, rest, mask)
+
+    def _no_less_than_0(self, a, rest, mask) -> None:
+        if "relu" in rest:
+            self.put(a[0], np.maximum(signed(self.value(a[0])), 0).view(np.uint32), mask)
 
     def op_and(self, a, rest, kind, mask):
         self._logic(a, kind, mask, np.bitwise_and)
@@ -234,6 +240,9 @@ class Warp:
     def op_ex2(self, a, rest, kind, mask):
         self.put(a[0], bits(np.exp2(floats(self.value(a[1])).astype(np.float64)).astype(np.float32)), mask)
 
+    def op_tanh(self, a, rest, kind, mask):
+        self.put(a[0], bits(np.tanh(floats(self.value(a[1])).astype(np.float64)).astype(np.float32)), mask)
+
     def op_lg2(self, a, rest, kind, mask):
         self.put(a[0], bits(np.log2(floats(self.value(a[1])))), mask)
 
@@ -272,7 +281,9 @@ class Warp:
             self.put(a[0], (high << 16) | low, mask)
             return
         x, target = self.value(a[1], kind), rest[-2]
-        if kind == "f32":
+        if kind in ("bf16", "f16"):
+            self.put(a[0], bits(DECODE[kind](x.astype(np.uint16).view(np.uint8))), mask)
+        elif kind == "f32":
             self.put(a[0], {"bf16": bf16, "f16": f16}[target](floats(x)), mask)
         elif kind == "s32" and target == "f32":
             self.put(a[0], bits(signed(x).astype(np.float32)), mask)

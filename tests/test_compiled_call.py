@@ -27,7 +27,8 @@ def test_what_fits_is_launched_on_the_tensors_device_and_the_current_one_stays(r
     for kind in ("", "ragged: "):
         assert results[f"{kind}right"] == ["", [LAUNCH]]
         assert results[f"{kind}right, on device 1"] == ["", [1, LAUNCH + 1, 0]]
-    assert results["ragged: no lengths"] == ["", [LAUNCH]]
+    for name in ("ragged: no lengths", "window", "sink: right"):
+        assert results[name] == ["", [LAUNCH]]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,9 @@ def test_what_fits_is_launched_on_the_tensors_device_and_the_current_one_stays(r
         ("ragged: used_k.dtype", "given[3]"),
         ("ragged: cu_k.device", "device index on given[1]"),
         ("ragged: used_q on the CPU", "given[2]"),
+        ("sink: shape", "variant[4].shape[0]"),
+        ("sink: dtype", "variant[4]"),
+        ("sink: device", "device index on variant[4]"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_launch(results, name, reason):
@@ -65,4 +69,4 @@ def test_what_does_not_fit_is_refused_before_the_launch(results, name, reason):
 
 
 def test_every_call_is_looked_at(results):
-    assert len(results) == 18 + 11
+    assert len(results) == 18 + 11 + 5

@@ -30,7 +30,7 @@ def test_signature_is_flash_attention_3_s():
     parameters = inspect.signature(attend).parameters.values()
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert [p.name if p.default is p.empty else (p.name, p.default) for p in positional] == VARLEN
-    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["return_lse", "out"]
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["return_lse", "out", "learnable_sink", "s_aux"]
 
 
 def assert_is_the_formula(x, got, scale, causal):
@@ -273,8 +273,7 @@ def test_errors_name_the_argument_its_value_and_what_is_allowed(changes, error, 
     ("name", "value", "allowed"),
     [
         *[(name, torch.ones(1), "None") for name in ("qv", "q_descale", "k_descale", "v_descale")],
-        *[("window_size", value, r"\(-1, -1\)") for value in ((16, 0), None)],
-        *[("attention_chunk", 128, "0"), ("softcap", 30.0, "0.0"), ("num_splits", 0, "1"), ("pack_gqa", True, "None")],
+        *[("num_splits", 0, "1"), ("pack_gqa", True, "None")],
         ("sm_margin", 4, "0"),
     ],
 )

@@ -25,6 +25,14 @@ class Spec:
     dtype_o: str = ""  # of O where it is not that of Q: "bfloat16" or "float16"
     v_channel_scale: bool = False  # the columns of O have scales
     ragged: bool = False  # sequences of their own lengths, one behind the other
+    local: str = ""  # keys around the query's own, a mask on both sides: "window" or "chunk"; then not causal
+    softcap: bool = False
+    sink: str = ""  # type of the sinks, one a head: "float32", "bfloat16" or "float16"
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether the kernel takes numbers of a variant."""
+        return bool(self.local or self.softcap or self.sink)
 
     @property
     def is_fp8(self) -> bool:
@@ -69,9 +77,10 @@ class Config:
         """Registers a thread of the producer and of the consumers, by setmaxnreg.
 
         NOTE: together no more than the CTA had at its start, a multiple of 8 a thread: with more the last warpgroup
-        waits for ever. The producer of a ragged batch looks for tiles too.
+        waits for ever. The producer of a ragged batch looks for tiles too, that of a local mask
+        for the ends of intervals.
         """
-        two = (40, 232) if spec.ragged else (24, 240)
+        two = (40, 232) if spec.ragged or spec.local else (24, 240)
         return {1: (56, 256), 2: two, 3: (32, 160)}[self.warpgroups]
 
     def o_place(self, spec: Spec) -> str:

@@ -10,6 +10,7 @@ from ..algo.blocks import WARPGROUP_ROWS, Blocks
 from ..algo.gqa import HeadMap
 from ..algo.scheduler import WorkTile
 from ..algo.seqlen import DenseSeqlen, RaggedSeqlen
+from ..algo.window import LocalBlocks
 from ..prims.ring import Ring
 from ..prims.tma import Feed, Operand
 
@@ -61,7 +62,8 @@ class DenseKV(NamedTuple):
 
 @cute.jit
 def load_kv(
-    k: cutlass.Constexpr, v: cutlass.Constexpr, blocks: Blocks, base: Int32, before_last: cutlass.Constexpr
+    k: cutlass.Constexpr, v: cutlass.Constexpr, blocks: Blocks | LocalBlocks, base: Int32,
+    before_last: cutlass.Constexpr,
 ):  # fmt: skip
     """The key blocks of one tile at ring positions base.. ; what before_last() gives."""
     k.put(base, blocks.n_block(0))
@@ -69,5 +71,5 @@ def load_kv(
         k.put(base + i, blocks.n_block(i))
         v.put(base + i - 1, blocks.n_block(i - 1))
     result = before_last()
-    v.put(base + blocks.count - 1, 0)
+    v.put(base + blocks.count - 1, blocks.leftmost)
     return result
