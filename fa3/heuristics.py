@@ -1,5 +1,6 @@
 """Which Config a problem gets. docs/tuning.md has the measurements behind every number here."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -158,11 +159,12 @@ def config_for(
     return fixed if is_balanced else one_tile
 
 
-def ragged_config_for(spec: Spec, max_seqlen_q: int, max_seqlen_k: int) -> Config:
+def ragged_config_for(spec: Spec, max_seqlen_q: int, max_seqlen_k: int, page_size: int = 0) -> Config:
     """The Config for sequences none of which is longer than the two maxima: the tile of a batch of such. How the tiles
-    are spread is on the device alone.
+    are spread is on the device alone. page_size: of paged K and V, a multiple of 16.
     """
-    return _row_for(spec, max(1, max_seqlen_q), max(1, max_seqlen_k)).ragged()
+    config = _row_for(spec, max(1, max_seqlen_q), max(1, max_seqlen_k)).ragged()
+    return replace(config, box=math.gcd(page_size, config.tile_n)) if spec.paged else config
 
 
 def ragged_tiles(total_q: int, tile_m: int, heads: int, batch: int) -> int:

@@ -43,11 +43,15 @@ def varlen(
     out: Tensor | None,
 ) -> Result:  # fmt: skip
     """`flash_attn_varlen_func`."""
-    check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k)
+    check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=sequences.cu_seqlens_q)
+    if extras.page_table is None:
+        check_are_tensors(cu_seqlens_k=sequences.cu_seqlens_k)
     optional = {"seqused_q": sequences.seqused_q, "seqused_k": sequences.seqused_k, "out": out}
     check_are_tensors(**{name: value for name, value in optional.items() if value is not None})
-    check_variant(*extras, q)
-    if ops_varlen.is_plain(q, k, v, sequences, out) and (extras.sink is None or ops_varlen._is_in_memory(extras.sink)):
+    check_variant(extras.variant, extras.sink, q)
+    if ops.is_plain(q, k, v) and all(
+        x is None or ops_varlen._is_in_memory(x) for x in (*sequences[:4], extras.sink, extras.page_table, out)
+    ):
         made, lse = launch_varlen.forward(q, k, v, sequences, softmax_scale, extras.variant.causal, out, extras)
         if out is not None and not out.is_inference():
             increment_version(out)

@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor, contiguous_format, float32, int32
+from torch import Tensor, float32, int32
 
 from fa3.device import chip
 from fa3.heuristics import ragged_config_for, ragged_tiles
 from fa3.kernels.compile import load
 from fa3.launch import REFUSALS, remember
 from fa3.problem import MAX_SCALE, SIZE_MAX, check_chip, check_scale
+from fa3.problem_paged import check_layout_of_pool, check_paged, check_pages_of_kernel, paged_problem
 from fa3.problem_variant import Extras, Numbers, check_variant, numbers_of, simplified, with_variant
 from fa3.problem_varlen import (
     TOTAL_MAX,
@@ -65,6 +66,7 @@ def forward(
     every call at what is in no plan's key, as in launch.py, at the lists too, and refuses what it cannot take.
     """
     plan = _plan_of(q, k, v, sequences, causal, extras)
+    page_table = None if extras is None else extras.page_table
     scale_log2, numbers = plan.scale_log2, None
     if softmax_scale is not None:
         if not 0.0 <= softmax_scale <= MAX_SCALE:
@@ -77,7 +79,7 @@ def forward(
         check_out(q, v, out)
     total_q = q.shape[0]
     if plan.run is None:
-        check_ragged(q, k, v, sequences)
+        _check(q, k, v, sequences, page_table)
         return _nothing(q, plan, sequences, out, None if extras is None else extras.sink)
     if sequences.seqused_q is None:
         made = q.new_empty((total_q, plan.heads, plan.head_dim_v)) if out is None else out
@@ -85,32 +87,39 @@ def forward(
     else:
         made = q.new_zeros((total_q, plan.heads, plan.head_dim_v)) if out is None else out
         lse = q.new_full((plan.heads, total_q), -math.inf, dtype=float32)
-    _launch(plan, q, k, v, sequences, made, lse, scale_log2, numbers)
+    _launch(plan, q, k, v, sequences, made, lse, scale_log2, numbers, page_table)
     return made, lse
 
 
 def _launch(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor, lse: Tensor, scale_log2: float,
-    numbers: Numbers | None,
+    numbers: Numbers | None, page_table: Tensor | None,
 ) -> None:  # fmt: skip
     tiles = ragged_tiles(q.shape[0], plan.tile_m, plan.heads, plan.batch)
-    if tiles > SIZE_MAX or q.shape[0] > TOTAL_MAX or k.shape[0] > TOTAL_MAX:
-        check_totals(q.shape[0], k.shape[0], plan.heads, plan.batch, plan.tile_m)
+    total_k = k.shape[0] if page_table is None else 0
+    if tiles > SIZE_MAX or q.shape[0] > TOTAL_MAX or total_k > TOTAL_MAX:
+        check_totals(q.shape[0], total_k, plan.heads, plan.batch, plan.tile_m)
     cu_q, cu_k, used_q, used_k, _, _ = sequences
     # Two that are None, or one, are not read: what stands for them has the size that the compiled function expects.
     stand_in = cu_q if used_q is used_k else used_k if used_q is None else used_q
     lists = cu_q, cu_k, stand_in if used_q is None else used_q, stand_in if used_k is None else used_k
-    ragged = *lists, int(used_q is not None), int(used_k is not None)
+    ragged: tuple = *lists, int(used_q is not None), int(used_k is not None)
+    if page_table is not None:
+        ragged = cu_q, page_table, lists[2], used_k, int(used_q is not None)
     # NOTE: a counter of its own for every call: one that calls share would tie their streams together. Where no CTA has
     # a second tile none is drawn: any number stands for the counter.
     tickets = q.new_zeros(1, dtype=int32) if tiles > plan.num_sms else cu_q[:1]
     others = None, None, ragged, numbers, tickets, scale_log2, plan.num_sms
     tensors = [t.unsqueeze(0) for t in (q, k, v, out, lse)]
+    if page_table is not None:
+        tensors[1:3] = k, v
     assert plan.run is not None
     try:
         plan.run(*tensors, *others)
     except REFUSALS:
-        check_ragged(q, k, v, sequences)
+        _check(q, k, v, sequences, page_table)
+        if page_table is not None:
+            check_layout_of_pool(k, v)
         _launch_on_copies(plan.run, tensors, others)
 
 
@@ -118,11 +127,18 @@ def _launch_on_copies(run: Callable[..., object], tensors: list[Tensor], others:
     """With tensors that the compiled function takes."""
     q, k, v, out, lse = tensors
     scales, v_channel, ragged, *rest = others
-    lists = tuple(x if x.stride(0) == 1 else x.clone(memory_format=contiguous_format) for x in ragged[:4])
+    lists = [x if isinstance(x, int) or x.dim() != 1 or x.stride(0) == 1 else x.contiguous() for x in ragged]
     place = fitted(out)  # a copy holds what is in out, because not every row is written
-    run(fitted(q), fitted(k), fitted(v), place, lse, scales, v_channel, (*lists, *ragged[4:]), *rest)
+    run(fitted(q), fitted(k), fitted(v), place, lse, scales, v_channel, tuple(lists), *rest)
     if place.data_ptr() != out.data_ptr():
         out.copy_(place)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, page_table: Tensor | None) -> None:
+    if page_table is None:
+        check_ragged(q, k, v, sequences)
+    else:
+        check_paged(q, k, v, sequences, page_table)
 
 
 def _nothing(
@@ -146,7 +162,8 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool
     key: tuple = (q.shape[1:], v.shape[1:], q.dtype, q.get_device(), causal, cu_q.shape, used, bounds, is_empty)
     if extras is not None:
         sink = extras.sink
-        key += extras.variant, None if sink is None else (sink.shape, sink.dtype, sink.get_device())
+        page_size = 0 if extras.page_table is None else k.shape[1]
+        key += extras.variant, None if sink is None else (sink.shape, sink.dtype, sink.get_device()), page_size
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(q, k, v, sequences, causal, extras)
@@ -156,15 +173,21 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, extras: Extras | None) -> Plan:
     scale = default_scale(q)
-    problem = ragged_problem(q, k, v, sequences, scale, causal)
-    variant = None
+    variant, page_size = None, 0
+    if extras is None or extras.page_table is None:
+        problem = ragged_problem(q, k, v, sequences, scale, causal)
+    else:
+        problem = paged_problem(q, k, v, sequences, extras.page_table, scale, causal)
+        check_pages_of_kernel(k, v)
+        page_size = k.shape[1]
     if extras is not None:
-        check_variant(*extras, q)
+        check_variant(extras.variant, extras.sink, q)
         variant = simplified(extras.variant)
         problem = with_variant(problem, variant, extras.sink)
         variant = variant if problem.spec.is_variant else None
     found = chip(q.get_device())
     check_chip(found)
-    p, config = problem, ragged_config_for(problem.spec, sequences.max_seqlen_q, sequences.max_seqlen_k)
+    p, bounds = problem, (sequences.max_seqlen_q, sequences.max_seqlen_k)
+    config = ragged_config_for(p.spec, *bounds, page_size)
     run = None if p.is_empty else load(p.spec, config)
     return Plan(run, config.tile_m, p.heads, p.head_dim_v, p.batch, scale * LOG2_E, found.num_sms, variant)

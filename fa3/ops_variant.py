@@ -20,17 +20,18 @@ from fa3.heuristics import ragged_config_for
 from fa3.launch_variant import nothing_seen
 from fa3.ops_varlen import TAGS
 from fa3.problem import check_gradients, check_scale, check_tensors, problem_of
+from fa3.problem_paged import check_paged, check_values, paged_problem
 from fa3.problem_variant import Extras, check_variant, simplified, with_variant
-from fa3.problem_varlen import Sequences, check_out, check_ragged, existing, ragged_problem, rows_of
-from fa3.reference import ragged_attention, tiled_attention
+from fa3.problem_varlen import Sequences, check_out, check_ragged, existing, queries_of, ragged_problem, rows_of
+from fa3.reference import paged_attention, ragged_attention, tiled_attention
 from fa3.variant import Variant
 
 _library = torch.library.Library("fa3", "FRAGMENT")
 VARIANT = "bool causal, int window_left, int window_right, int attention_chunk, float softcap, Tensor? sink"
 DENSE = f"Tensor q, Tensor k, Tensor v, float softmax_scale, {VARIANT}"
 VARLEN = (
-    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-    f"SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, {VARIANT}"
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, {VARIANT}, Tensor? page_table"
 )
 _library.define(f"forward_variant({DENSE}) -> (Tensor out, Tensor lse)", tags=TAGS)
 _library.define(f"forward_varlen_variant({VARLEN}) -> (Tensor out, Tensor lse)", tags=TAGS)
@@ -52,7 +53,7 @@ def attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, softmax_scale: float, extras: Extras, out: Tensor | None
 ) -> Result:
     """Those of ragged ones."""
-    arguments = q, k, v, *sequences, softmax_scale, *extras.variant, extras.sink
+    arguments = q, k, v, *sequences, softmax_scale, *extras.variant, extras.sink, extras.page_table
     return _forward_varlen(*arguments) if out is None else (out, _forward_varlen_out(*arguments, out))
 
 
@@ -96,8 +97,8 @@ def _varlen(
 ) -> tuple[Tensor, Tensor, Tensor, Sequences, float, Extras, Tensor | None]:
     q, k, v, *others = arguments
     sequences, (softmax_scale, *others) = Sequences(*others[:LISTS]), others[LISTS:]
-    variant, (sink, *out) = Variant(*others[:FIELDS]), others[FIELDS:]
-    return q, k, v, sequences, softmax_scale, Extras(variant, sink), out[0] if out else None
+    variant, (sink, page_table, *out) = Variant(*others[:FIELDS]), others[FIELDS:]
+    return q, k, v, sequences, softmax_scale, Extras(variant, sink, page_table), out[0] if out else None
 
 
 def _varlen_cuda(*arguments: Any) -> Result:
@@ -107,16 +108,26 @@ def _varlen_cuda(*arguments: Any) -> Result:
 
 def _varlen_cpu(*arguments: Any) -> Result:
     q, k, v, sequences, softmax_scale, extras, out = _varlen(arguments)
-    problem = ragged_problem(q, k, v, sequences, softmax_scale, extras.variant.causal)
-    check_variant(*extras, q)
+    variant, sink, table = extras
+    if table is None:
+        problem = ragged_problem(q, k, v, sequences, softmax_scale, variant.causal)
+    else:
+        problem = paged_problem(q, k, v, sequences, table, softmax_scale, variant.causal)
+    check_variant(variant, sink, q)
     if out is not None:
         check_out(q, v, out)
-    variant, sink = simplified(extras.variant), extras.sink
-    rows = rows_of(sequences, problem.total_q, problem.total_k)
+    variant = simplified(variant)
     spec = with_variant(problem, variant, sink).spec
     config = ragged_config_for(spec, sequences.max_seqlen_q, sequences.max_seqlen_k)
     options = dict(tile_m=config.tile_m, tile_n=config.tile_n, variant=variant, sink=sink)
-    made, lse = ragged_attention(q, k, v, rows, softmax_scale, **options)  # type: ignore[arg-type]
+    if table is None:
+        rows = rows_of(sequences, problem.total_q, problem.total_k)
+        made, lse = ragged_attention(q, k, v, rows, softmax_scale, **options)  # type: ignore[arg-type]
+    else:
+        check_values(sequences, table, *k.shape[:2])
+        assert sequences.seqused_k is not None
+        lengths = zip(queries_of(sequences, problem.total_q), sequences.seqused_k.tolist(), strict=True)
+        made, lse = paged_attention(q, k, v, list(lengths), table, softmax_scale, **options)  # type: ignore[arg-type]
     lse = lse.to(ops.lse_dtype(q.dtype)).contiguous()
     if out is None:
         return made.contiguous(), lse
@@ -128,14 +139,17 @@ def _varlen_cpu(*arguments: Any) -> Result:
 def _varlen_fake(*arguments: Any) -> Result:
     q, k, v, sequences, softmax_scale, extras, out = _varlen(arguments)
     check_gradients(*_floats(arguments))
-    check_ragged(q, k, v, sequences)
-    check_variant(*extras, q)
+    if extras.page_table is None:
+        check_ragged(q, k, v, sequences)
+    else:
+        check_paged(q, k, v, sequences, extras.page_table)
+    check_variant(extras.variant, extras.sink, q)
     if isinstance(softmax_scale, float):  # a symbolic one is checked when it has a value
         check_scale(softmax_scale)
     if out is not None:
         check_out(q, v, out)
     total_q, heads, _ = q.shape
-    made = q.new_empty((total_q, heads, v.shape[2])) if out is None else out
+    made = q.new_empty((total_q, heads, v.shape[-1])) if out is None else out
     return made, q.new_empty((heads, total_q), dtype=ops.lse_dtype(q.dtype))
 
 

@@ -27,6 +27,7 @@ class Extras(NamedTuple):
 
     variant: Variant
     sink: Tensor | None  # (heads,)
+    page_table: Tensor | None = None  # (batch, width); then k and v are (pages, page_size, heads_kv, d)
 
 
 def simplified(variant: Variant, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Variant:
@@ -77,6 +78,16 @@ def sink_of(learnable_sink: object, s_aux: object) -> Tensor | None:
     if sink is not None:
         check_are_tensors(**{"learnable_sink" if s_aux is None else "s_aux": sink})
     return sink  # type: ignore[return-value]
+
+
+def table_of(page_table: object, block_table: object) -> Tensor | None:
+    """Two names of one argument."""
+    if page_table is not None and block_table is not None:
+        raise ValueError("page_table and block_table are two names of one argument; allowed: one of them")
+    table = block_table if page_table is None else page_table
+    if table is not None:
+        check_are_tensors(**{"page_table" if block_table is None else "block_table": table})
+    return table  # type: ignore[return-value]
 
 
 def check_variant(variant: Variant, sink: Tensor | None, q: Tensor) -> None:

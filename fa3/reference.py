@@ -131,6 +131,37 @@ def ragged_attention(
     return out[0], lse[0]
 
 
+def paged_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    sequences: Sequence[tuple[range, int]],
+    page_table: Array,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    tile_m: int = 128,
+    tile_n: int = 128,
+    variant: Variant | None = None,
+    sink: Array | None = None,
+) -> tuple[Array, Array]:
+    """tiled_attention of each sequence alone: q (total_q, Hq, D), k and v (pages, page_size, Hkv, D | Dv), and of each
+    sequence the rows of its queries and the number of its keys, which lie in the pages page_table[b] one after the
+    other.
+
+    Returns out (total_q, Hq, Dv) and lse (Hq, total_q) as ragged_attention does. Only keys of sequences are read.
+    """
+    out, lse = _nothing(q[None], v)
+    for b, (queries, length) in enumerate(sequences):
+        at, used = slice(queries.start, queries.stop), -(-length // k.shape[1])
+        pages = [int(page) for page in page_table[b, :used]]
+        keys, values = (x[pages].reshape(1, -1, *x.shape[2:])[:, :length] for x in (k, v))
+        out[:, at], lse[:, :, at] = tiled_attention(
+            q[None, at], keys, values, softmax_scale, causal, tile_m=tile_m, tile_n=tile_n, variant=variant, sink=sink
+        )
+    return out[0], lse[0]
+
+
 def split_attention(
     q: Array,
     k: Array,

@@ -25,6 +25,7 @@ class Spec:
     dtype_o: str = ""  # of O where it is not that of Q: "bfloat16" or "float16"
     v_channel_scale: bool = False  # the columns of O have scales
     ragged: bool = False  # sequences of their own lengths, one behind the other
+    paged: bool = False  # ragged, with K and V in pages of a pool
     local: str = ""  # keys around the query's own, a mask on both sides: "window" or "chunk"; then not causal
     softcap: bool = False
     sink: str = ""  # type of the sinks, one a head: "float32", "bfloat16" or "float16"
@@ -64,6 +65,7 @@ class Config:
     optimistic: bool = False  # 16 bit, with overlap: exponentials against an older max, a new one only where they grow
     promotion: int = 0  # key blocks whose PV the tensor core sums before it is added to O in FP32: 1, or 0 for all
     chunk: int = 0  # with promotion: columns of O that are computed and added at a time; 0: all
+    box: int = 0  # of paged K and V: keys that lie in one page together, that TMA fetches at a time
 
     @property
     def tile_m(self) -> int:

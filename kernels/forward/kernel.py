@@ -45,7 +45,7 @@ from ..algo.scheduler import (
     WorkTile,
     section_in_l2,
 )
-from ..algo.seqlen import DenseSeqlen, Lengths, Ragged, RaggedSeqlen
+from ..algo.seqlen import DenseSeqlen, Lengths, Paged, PagedSeqlen, Ragged, RaggedSeqlen
 from ..algo.sink import NoSink, Sink
 from ..algo.softcap import Softcap, Uncapped
 from ..algo.softmax import Softmax
@@ -53,15 +53,27 @@ from ..algo.softmax_fp8 import BlockScaledSoftmax, Scales
 from ..algo.window import Chunk, Diagonal, LocalBlocks, Window
 from ..prims.ptx import shared_here, thread_here
 from ..prims.ring import Ring
-from ..prims.tma import Operand, operand, ragged
+from ..prims.tma import Operand, boxed, operand, ragged
 from ..prims.turns import NoTurns, Turns
 from ..prims.warp_mma import plain
 from ..prims.wgmma import ROWS, scale_rows, settled
 from .accumulate import AmongExponentials, Promoted, PromotedAtOnce, UnderQK
 from .config import Config, Spec
 from .epilogue import Apart, OutputTile, OverQ, OverV, scale_columns, store_lse
-from .load import DenseKV, QuerySource, load_kv
-from .mma import Alternating, Attention, Halved, InTurn, OneQuery, Optimistic, Overlapped, Prefetching, Queries
+from .load import DenseKV, PagedKV, QuerySource, load_kv
+from .mma import (
+    Alternating,
+    Attention,
+    Halved,
+    InTurn,
+    OneQuery,
+    Optimistic,
+    Overlapped,
+    PagedValues,
+    Prefetching,
+    Queries,
+    WholeValues,
+)
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
@@ -85,7 +97,7 @@ class VariantNumbers(NamedTuple):
 
 class Producer(NamedTuple):
     query: QuerySource
-    kv: DenseKV
+    kv: DenseKV | PagedKV
     place: OverQ | Apart | OverV  # of O
     keys: Diagonal | Window | Chunk
     seqlen: DenseSeqlen | RaggedSeqlen
@@ -167,12 +179,14 @@ class Forward:
     @cute.jit
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor,
-        scales: Scales | None, v_channel: cute.Tensor | None, given: Ragged | None, variant: VariantNumbers | None,
-        tickets: cute.Tensor | None, scale_log2: Float32, num_sms: Int32, stream: cuda.CUstream,
+        scales: Scales | None, v_channel: cute.Tensor | None, given: Ragged | Paged | None,
+        variant: VariantNumbers | None, tickets: cute.Tensor | None, scale_log2: Float32, num_sms: Int32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
         """mQ (b, sq, h, d); mK (b, sk, h_kv, d); mV (b, sk, h_kv, d_v), of FP8 (b, h_kv, d_v, sk padded to whole groups
         of 16 keys, permuted inside each); mO (b, sq, h, d_v); mLSE (b, h, sq) float32. scales: of FP8; v_channel (b,
-        h_kv, d_v) float32: of the columns of O. given: of a ragged batch, whose tensors have b = 1 and s = total.
+        h_kv, d_v) float32: of the columns of O. given: of a ragged batch, whose tensors have b = 1 and s = total; of a
+        paged one mK and mV are (pages, page size, h_kv, d or d_v).
 
         d and d_v may be smaller than the tile's. tickets (1) int32, 0, for a dynamic grid. scale_log2 = softmax scale
         * log2(e), above 0; with a softcap it is softcap * log2(e).
@@ -197,13 +211,20 @@ class Forward:
         _, seqlen_k, heads_kv, _ = mK.shape
         head_map = HeadMap(heads // heads_kv)
         if const_expr(spec.ragged):
-            mQ, mK, mV, mO = (ragged(x) for x in (mQ, mK, mV, mO))
+            mQ, mO = ragged(mQ), ragged(mO)
+        if const_expr(spec.ragged and not spec.paged):
+            mK, mV = ragged(mK), ragged(mV)
         Q = operand(fetch, mQ, [1, 3, 2, 0], q_tile)
-        K = operand(fetch, mK, [1, 3, 2, 0], k_tile)
-        V = operand(fetch, mV, v_modes, v_tile)
+        if const_expr(spec.paged):
+            K = boxed(fetch, mK, [1, 3, 2, 0], k_tile, 0, c.box)
+            V = boxed(fetch, mV, v_modes, v_tile, 1, c.box)
+        else:
+            K = operand(fetch, mK, [1, 3, 2, 0], k_tile)
+            V = operand(fetch, mV, v_modes, v_tile)
         O = operand(put, mO, [1, 3, 2, 0], o_tile)
         if const_expr(spec.ragged):
-            seqlen, sequences = RaggedSeqlen.create(given), given.cu_q.shape[0] - 1
+            seqlen = PagedSeqlen.create(given, seqlen_k) if spec.paged else RaggedSeqlen.create(given)
+            sequences = given.cu_q.shape[0] - 1
             slots = Slots(seqlen_q // c.tile_m + sequences, heads)
             order = (RaggedLongestFirst if spec.causal else RaggedOrder)(slots, seqlen.q, sequences, Int32(c.tile_m))
         else:
@@ -269,7 +290,7 @@ class Forward:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
                 query = QuerySource(Q, sQ, q_ring, c.warpgroups, spec.head_dim)
-                kv = DenseKV(K, V, sK, sV, k_ring, v_ring, head_map, c.tile_n, spec.head_dim, spec.head_dim_v)
+                kv = self.kv(K, V, sK, sV, k_ring, v_ring, head_map)
                 place, _ = self.o_place(sQ, sO, sV, O, q_ring, v_ring, stored, Int32(0))
                 producer = Producer(query, kv, place, self.keys(variant), seqlen, spec, c)
                 scheduler.lead(producer.blocks, producer.run)
@@ -315,6 +336,15 @@ class Forward:
         if scales is None:
             return Softmax.create(scale_log2)
         return BlockScaledSoftmax.create(scales, scale_log2, self.config.tile_n)
+
+    def kv(self, *operands) -> DenseKV | PagedKV:
+        c, sizes = self.config, (self.config.tile_n, self.spec.head_dim, self.spec.head_dim_v)
+        return PagedKV(*operands, *sizes, c.box) if self.spec.paged else DenseKV(*operands, *sizes)
+
+    def past_keys(self, sV, v_ring, wg) -> WholeValues | PagedValues:
+        if not self.spec.paged:
+            return WholeValues()
+        return PagedValues(sV, v_ring, self.config.tile_n, self.spec.head_dim_v, O_BARRIER + wg)
 
     def keys(self, variant: VariantNumbers | None) -> Diagonal | Window | Chunk:
         if not self.spec.local:
@@ -373,6 +403,7 @@ class Forward:
             v_ring=v_ring,
             softmax=softmax,
             cap=cap,
+            past_keys=self.past_keys(sV, v_ring, wg),
             turns=Turns(wg, c.warpgroups, TURNS_BARRIER) if c.pingpong else NoTurns(),
             accumulation=self.accumulation(pv),
             tile_n=c.tile_n,
@@ -385,6 +416,14 @@ def ragged_batch() -> Ragged:
     batch, edges = cute.sym_int(), cute.sym_int()
     tensors = (make_fake_tensor(Int32, (n,), (1,), assumed_align=4) for n in (edges, edges, batch, batch))
     return Ragged(*tensors, Int32(0), Int32(0))
+
+
+def paged_batch() -> Paged:
+    """As `signature` wants it."""
+    batch, edges, width = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    cu_q, used_q, used_k = (make_fake_tensor(Int32, (n,), (1,), assumed_align=4) for n in (edges, batch, batch))
+    strides = (cute.sym_int64(), cute.sym_int64())
+    return Paged(cu_q, make_fake_tensor(Int32, (batch, width), strides, assumed_align=4), used_q, used_k, Int32(0))
 
 
 def variant_numbers(spec: Spec, heads) -> VariantNumbers:
@@ -409,8 +448,9 @@ def signature(spec: Spec, config: Config) -> tuple:
         return make_fake_tensor(Float32, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=4)
 
     q = tensor((batch, seqlen_q, heads, head_dim))
-    k = tensor((batch, seqlen_k, heads_kv, head_dim))
-    v_shape = (batch, heads_kv, head_dim_v, cute.sym_int()) if spec.is_fp8 else (batch, seqlen_k, heads_kv, head_dim_v)
+    of_k = (cute.sym_int() if spec.paged else batch, seqlen_k, heads_kv)  # (pages, page size, h_kv)
+    k = tensor((*of_k, head_dim))
+    v_shape = (batch, heads_kv, head_dim_v, cute.sym_int()) if spec.is_fp8 else (*of_k, head_dim_v)
     o = tensor((batch, seqlen_q, heads, head_dim_v), DTYPES[spec.dtype_o or spec.dtype], 8)
     lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
     lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), lse_strides, assumed_align=4)
@@ -421,5 +461,6 @@ def signature(spec: Spec, config: Config) -> tuple:
     tickets = make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if config.dynamic else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     variant = variant_numbers(spec, heads) if spec.is_variant else None
-    optional = (scales if spec.is_fp8 else None, v_channel, ragged_batch() if spec.ragged else None, variant, tickets)
+    given = paged_batch() if spec.paged else ragged_batch() if spec.ragged else None
+    optional = (scales if spec.is_fp8 else None, v_channel, given, variant, tickets)
     return Forward(spec, config), (q, k, tensor(v_shape), o, lse, *optional, Float32(1.0), Int32(1), stream)
