@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fa3
+import fa3.ops_variant  # registers the operators
 from fa3.heuristics import variant_configs
 from fa3.kernels.algo.seqlen import Lengths
 from fa3.kernels.algo.window import Chunk, Window
@@ -17,7 +18,7 @@ from fa3.problem_variant import FARTHEST, numbers_of, simplified
 from fa3.reference import attention, split_attention, tiled_attention
 from fa3.testing.inputs import Case, make
 from fa3.variant import Variant
-from tests import ragged
+from tests import paged, ragged
 from tests.variants import formula, variants, visible
 
 ROUNDING = dict(rtol=1e-11, atol=1e-12)
@@ -261,7 +262,7 @@ def test_under_compile_shapes_are_known_and_values_are_those_of_eager():
     assert torch.equal(compiled(*inputs), varlen(*inputs)) and out.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", ["forward_variant", "forward_varlen_variant"])
+@pytest.mark.parametrize("name", ["forward_variant", "forward_varlen_variant", "forward_varlen_variant_out"])
 def test_opcheck(name):
     operator = getattr(torch.ops.fa3, name).default
     sink = torch.tensor([0.5, -1.0])
@@ -270,7 +271,11 @@ def test_opcheck(name):
         arguments = (*x, 0.1, True, 3, 0, 8, 4.0, sink)
     else:
         r = ragged.make([3, 9], [4, 20], ratio=2)
-        arguments = (r.q, r.k, r.v, r.cu_q, r.cu_k, None, None, 9, 20, 0.1, False, 3, 0, 0, 0.0, sink)
+        arguments = (r.q, r.k, r.v, r.cu_q, r.cu_k, None, None, 9, 20, 0.1, False, 3, 0, 0, 0.0, sink, None)
+        if name.endswith("out"):  # in pages
+            x = paged.make([3, 9], [4, 20], 8, ratio=2)
+            lists = x.cu_q, None, None, x.used_k, 9, 20
+            arguments = (x.q, x.k, x.v, *lists, 0.1, False, 3, 0, 0, 0.0, sink, x.table, torch.zeros_like(x.q))
     torch.library.opcheck(operator, arguments)
 
 

@@ -105,6 +105,7 @@ def test_ragged_variants(recorder):
     launch_varlen.forward(x.q, x.k, x.v, lists, 0.25, False)
     variant, plain = recorder.calls
     assert variant.variant == (5, 0, FARTHEST, 1.0, SINK) and plain.variant is None
+    assert variant.ragged is not None and plain.ragged is not None
     assert variant.ragged[4:] == plain.ragged[4:] == (0, 0)
     specs = [spec for spec, _ in recorder.loaded]
     assert specs[0] == Spec("bfloat16", 128, 128, False, ragged=True, local="window", sink="float32")
@@ -113,12 +114,13 @@ def test_ragged_variants(recorder):
 
 def test_pages(monkeypatch):
     recorder = PagedRecorder().replace(monkeypatch, launch_varlen)
+    taken: list = recorder.calls
     for page_size, room in ((48, None), (128, [40, 20])):
         x = paged.make([30, 20], [70, 300], page_size, room_q=room, heads_kv=2, ratio=2, layout="interleaved")
         lists = Sequences(x.cu_q, None, x.used_q, x.used_k, 30, 300)
         extras = Extras(Variant(True), None, x.table)
         out, lse = launch_varlen.forward(x.q, x.k, x.v, lists, 0.25, True, None, extras)
-        q, k, v, o, of_lse, scales, v_channel, given, variant, tickets, scale_log2, num_sms = recorder.calls[-1]
+        q, k, v, o, of_lse, scales, v_channel, given, variant, tickets, scale_log2, num_sms = taken[-1]
         assert k is x.k and v is x.v and q.shape == (1, *x.q.shape) and variant is scales is v_channel is None
         assert o.data_ptr() == out.data_ptr() and of_lse.data_ptr() == lse.data_ptr()
         used_q = x.used_k if room is None else x.used_q  # a stand-in of its size

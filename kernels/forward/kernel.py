@@ -61,19 +61,8 @@ from .accumulate import AmongExponentials, Promoted, PromotedAtOnce, UnderQK
 from .config import Config, Spec
 from .epilogue import Apart, OutputTile, OverQ, OverV, scale_columns, store_lse
 from .load import DenseKV, PagedKV, QuerySource, load_kv
-from .mma import (
-    Alternating,
-    Attention,
-    Halved,
-    InTurn,
-    OneQuery,
-    Optimistic,
-    Overlapped,
-    PagedValues,
-    Prefetching,
-    Queries,
-    WholeValues,
-)
+from .mma import Alternating, Attention, Halved, InTurn, OneQuery, Optimistic, Overlapped, Prefetching, Queries
+from .values import PagedValues, WholeValues
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
