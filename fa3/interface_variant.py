@@ -30,11 +30,12 @@ def dense(
 ) -> Result:  # fmt: skip
     """`flash_attn_func`."""
     sink, softmax_scale = sink_of(learnable_sink, s_aux), _scale(softmax_scale)
+    is_plain = ops.is_plain(q, k, v) and (sink is None or ops_varlen._is_in_memory(sink))
+    if is_plain and all(descale is None for descale in descales):
+        return launch_variant.forward(q, k, v, softmax_scale, variant, sink, keeps_lse)
     check_are_tensors(q=q, k=k, v=v)
     check_descales_apply(q, *descales)
     check_variant(variant, sink, q)
-    if ops.is_plain(q, k, v) and (sink is None or ops_varlen._is_in_memory(sink)):
-        return launch_variant.forward(q, k, v, softmax_scale, variant, sink, keeps_lse)
     return ops_variant.attend(q, k, v, default_scale(q) if softmax_scale is None else softmax_scale, variant, sink)
 
 
@@ -43,18 +44,18 @@ def varlen(
     out: Tensor | None,
 ) -> Result:  # fmt: skip
     """`flash_attn_varlen_func`."""
-    check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=sequences.cu_seqlens_q)
-    if extras.page_table is None:
-        check_are_tensors(cu_seqlens_k=sequences.cu_seqlens_k)
-    optional = {"seqused_q": sequences.seqused_q, "seqused_k": sequences.seqused_k, "out": out}
-    check_are_tensors(**{name: value for name, value in optional.items() if value is not None})
-    check_variant(extras.variant, extras.sink, q)
-    if ops.is_plain(q, k, v) and all(
-        x is None or ops_varlen._is_in_memory(x) for x in (*sequences[:4], extras.sink, extras.page_table, out)
-    ):
-        made, lse = launch_varlen.forward(q, k, v, sequences, softmax_scale, extras.variant.causal, out, extras)
+    variant, sink, page_table = extras
+    lists = *sequences[:4], sink, page_table, out
+    if ops.is_plain(q, k, v) and all(x is None or ops_varlen._is_in_memory(x) for x in lists):
+        made, lse = launch_varlen.forward(q, k, v, sequences, softmax_scale, variant.causal, out, extras)
         if out is not None and not out.is_inference():
             increment_version(out)
         return made, lse
+    check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=sequences.cu_seqlens_q)
+    if page_table is None:
+        check_are_tensors(cu_seqlens_k=sequences.cu_seqlens_k)
+    optional = {"seqused_q": sequences.seqused_q, "seqused_k": sequences.seqused_k, "out": out}
+    check_are_tensors(**{name: value for name, value in optional.items() if value is not None})
+    check_variant(variant, sink, q)
     scale = default_scale_varlen(q) if softmax_scale is None else softmax_scale
     return ops_variant.attend_varlen(q, k, v, sequences, scale, extras, out)

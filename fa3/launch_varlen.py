@@ -161,9 +161,10 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool
     is_empty = 0 in (*q.shape[:1], *k.shape[:1])
     key: tuple = (q.shape[1:], v.shape[1:], q.dtype, q.get_device(), causal, cu_q.shape, used, bounds, is_empty)
     if extras is not None:
-        sink = extras.sink
-        page_size = 0 if extras.page_table is None else k.shape[1]
-        key += extras.variant, None if sink is None else (sink.shape, sink.dtype, sink.get_device()), page_size
+        variant, sink, page_table = extras
+        of_sink = None if sink is None else (sink.shape, sink.dtype, sink.get_device())
+        of_pages = None if page_table is None else (k.shape[1], sequences.cu_seqlens_k is None)
+        key += variant, of_sink, of_pages
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(q, k, v, sequences, causal, extras)

@@ -209,6 +209,7 @@ ERRORS = [
     (dict(s_aux=[0.0, 0.0]), TypeError, "s_aux must be a torch.Tensor, got list"),
     (dict(s_aux=torch.zeros(2), learnable_sink=torch.zeros(2)), ValueError, "two names of one argument"),
     (dict(learnable_sink=torch.zeros(2, requires_grad=True)), NotImplementedError, "requires a gradient"),
+    (dict(window_size=(3, 0), k_descale=torch.ones(1, 1)), NotImplementedError, "k_descale is for"),
 ]
 
 

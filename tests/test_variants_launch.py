@@ -130,6 +130,8 @@ def test_pages(monkeypatch):
         assert spec == Spec("bfloat16", 64, 64, True, ragged=True, paged=True)
         assert config == ragged_config_for(spec, 30, 300, page_size) and config.box == {48: 16, 128: 128}[page_size]
     assert len(recorder.loaded) == 2
+    with pytest.raises(ValueError, match="cu_seqlens_k must be None"):
+        launch_varlen.forward(x.q, x.k, x.v, lists._replace(cu_seqlens_k=x.cu_q), 0.25, True, None, extras)
     x = paged.make([3], [7], 20)
     lists, extras = Sequences(x.cu_q, None, None, x.used_k, 3, 7), Extras(Variant(), None, x.table)
     with pytest.raises(NotImplementedError, match="pages of 20 keys"):

@@ -13,7 +13,7 @@ stored         warps   1             where O lies over V: the storing warp of ea
 ticket_full    thread  2             of a dynamic or ragged grid: the lane that tells which tile is next
 ticket_empty   warps   2             of a dynamic or ragged grid: each consumer warp
 turns          named   warpgroups    256 threads: who waits, who lets go
-o_tile         named   warpgroups    128 threads: a warpgroup's O is in shared memory
+o_tile         named   warpgroups    128 threads: a warpgroup's O is in shared memory; of pages: V's zeros are
 """
 
 from typing import NamedTuple
