@@ -22,9 +22,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..algo.pieces import Batch, Given, Line, Piece, Window
+from ..algo.softcap import ExactSoftcap, Uncapped
 from ..algo.softmax import Softmax
 from ..forward.accumulate import AmongExponentials
 from ..forward.mma import Attention, Overlapped
+from ..forward.values import WholeValues
 from ..prims.divide import Divisor
 from ..prims.ptx import thread_here
 from ..prims.ring import Ring
@@ -154,21 +156,21 @@ class Decode:
                 )
                 line.walk(part, BoxLoader(q, of_k, of_v, source, head_kv, c.tile_n).run)
         else:
-            attention = self.attention(qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2)
+            attention = self.attention(qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2, cap)
             v_data = self.tile(sV, spec.head_dim_v)
 
             def run(piece: Piece):
                 place = Place.of(line.batch, piece, head_kv, line.ratio, line.row)
                 output = Output(mO, mLSE, parts, mSink, piece.slot * units + unit, spec, self.dtype)
-                self.attend(attention, piece, place, line.batch, q_ring, v_data, cap, output)
+                self.attend(attention, piece, place, line.batch, q_ring, v_data, output)
 
             line.walk(part, run)
 
-    def attend(self, a: Attention, piece: Piece, place: Place, batch: Batch, q_ring: Ring, v_data: Tile, cap, output):
+    def attend(self, a: Attention, piece: Piece, place: Place, batch: Batch, q_ring: Ring, v_data: Tile, output):
         """One piece."""
         thread = thread_here()
         row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
-        mask = RowLimits.create(batch, piece, place, row, column, self.config.tile_n, cap)
+        mask = RowLimits.create(batch, piece, place, row, column, self.config.tile_n)
         if self.spec.pages != GATHER:
             a = a._replace(v_ring=Cleaned(a.v_ring, v_data, piece, CLEAN_BARRIER))  # type: ignore[arg-type]
         Fenced(q_ring).wait_full(piece.nth)
@@ -184,7 +186,7 @@ class Decode:
         stage_bytes = cute.size_in_bytes(sX.element_type, sX.layout) // stages
         return Ring(bars, bars + stages, stages, stage_bytes, CONSUMER_WARPS, producers)
 
-    def attention(self, qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2) -> Attention:
+    def attention(self, qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2, cap) -> Attention:
         c, spec = self.config, self.spec
         qk_wg, pv_wg = qk.get_slice(0), pv.get_slice(0)
         k_ring, v_ring = (Fenced(x) for x in (k_ring, v_ring)) if spec.pages == GATHER else (k_ring, v_ring)
@@ -202,6 +204,8 @@ class Decode:
             v_ring=v_ring,
             softmax=Softmax.create(scale_log2),
             turns=NoTurns(),
+            cap=ExactSoftcap(cap) if spec.softcap else Uncapped(),
+            past_keys=WholeValues(),
             accumulation=AmongExponentials(),
             tile_n=c.tile_n,
             steps=c.tile_n // 16,

@@ -18,7 +18,6 @@ from ..prims.address import words_at
 from ..prims.branch import when
 from ..prims.ptx import copy_async
 from ..prims.ring import Ring
-from .config import ROWS
 from .rows import Place
 
 PIECE = 16  # bytes of a cp.async
@@ -70,8 +69,8 @@ class Queries(NamedTuple):
 
     @cute.jit
     def put(self: cutlass.Constexpr, piece: Piece):
-        """The rows that there are; the others hold anything, and so do their scores, which nobody reads. Columns that do
-        not exist become 0.
+        """The rows that there are; the others hold anything, and so do their scores, which nobody reads. Columns that
+        do not exist become 0.
         """
         place = Place.of(self.line.batch, piece, self.head_kv, self.line.ratio, self.line.row)
         self.ring.wait_empty(piece.nth)
