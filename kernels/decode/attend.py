@@ -30,18 +30,14 @@ class RowLimits(NamedTuple):
 
     @staticmethod
     def create(batch: Batch, piece: Piece, place: Place, row, column, tile_n: int) -> "RowLimits":
-        s, window = piece.sequence, batch.window
+        lengths, last = Lengths(piece.sequence.q, piece.sequence.k), place.count - 1
 
-        def position(i):
+        def interval(i):
             """NOTE: of a row that does not exist that of the last one."""
-            return place.token(cutlass.min(i, place.count - 1)) + s.k - s.q
+            return batch.window.interval(place.token(cutlass.min(i, last)), lengths)
 
-        own = [position(row + 8 * r) for r in range(OWN_ROWS)]
-        last = place.count - 1
-        return RowLimits(
-            tuple(window.first(p) for p in own), tuple(window.end(p, s.k) for p in own),
-            window.first(position(last)), window.end(position(0), s.k), column, tile_n, Lengths(s.q, s.k),
-        )  # fmt: skip
+        first, end = zip(*(interval(row + 8 * r) for r in range(OWN_ROWS)), strict=True)
+        return RowLimits(first, end, interval(last)[0], interval(0)[1], column, tile_n, lengths)
 
     @cute.jit
     def apply(self: cutlass.Constexpr, acc_S: cute.Tensor, n_block: Int32):

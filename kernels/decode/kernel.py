@@ -21,9 +21,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..algo.pieces import Batch, Given, Line, Piece, Window
+from ..algo.pieces import Batch, Given, Line, Piece
 from ..algo.softcap import ExactSoftcap, Uncapped
 from ..algo.softmax import Softmax
+from ..algo.window import Chunk, Window
 from ..forward.accumulate import AmongExponentials
 from ..forward.mma import Attention, Overlapped
 from ..forward.values import WholeValues
@@ -52,7 +53,7 @@ class Decode:
     @cute.jit
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor,
-        parts: Parts | None, table: cute.Tensor | None, mSink: cute.Tensor | None, given: Given, window: Window,
+        parts: Parts | None, table: cute.Tensor | None, mSink: cute.Tensor | None, given: Given, window: Window | Chunk,
         granule: Int32 | None, splits: Int32 | None, scale_log2: Float32, cap: Float32 | None, tiles: Int32,
         shares: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
@@ -260,7 +261,8 @@ def signature(spec: Spec, config: Config) -> tuple:
     table = make_fake_tensor(Int32, (b, cute.sym_int()), table_strides, assumed_align=4) if spec.pages else None
     sink = make_fake_tensor(Float32, (heads,), (cute.sym_int64(),), assumed_align=4) if spec.sink else None
     number = Int32(1)
-    window = Window(number, number, number if spec.chunk else None)
+    whole = Window(number, number)
+    window = Chunk(whole, number) if spec.chunk else whole
     granule = (number, number) if spec.granules else (None, None)
     cap = Float32(1.0) if spec.softcap else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
