@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from fa3.kernels.decode.config import BOXES, GATHER, Config, Spec
 from fa3.kernels.forward.config import TILES
 
-CONFIGS = {  # 128 keys need a split_size that they divide
-    (64, 64): Config(128, 4, 2),
-    (96, 96): Config(64, 6, 2),
-    (128, 128): Config(64, 4, 2),
-    (192, 128): Config(64, 4, 1),
-    (192, 192): Config(64, 4, 1),
+CONFIGS = {  # tile_n, stages, places for Q, consumers. 128 keys need a split_size that they divide
+    (64, 64): Config(128, 4, 2, 2),
+    (96, 96): Config(64, 6, 2, 2),
+    (128, 128): Config(64, 4, 2, 2),
+    (192, 128): Config(64, 4, 1, 2),
+    (192, 192): Config(64, 4, 1),  # two warpgroups spill
     (256, 256): Config(64, 3, 1),
 }
 FULL = 0.75  # of the multiprocessors: with so many busy the memory is
@@ -22,7 +23,7 @@ FULL = 0.75  # of the multiprocessors: with so many busy the memory is
 def config_for(spec: Spec, split_size: int = 0) -> Config:
     config = CONFIGS[spec.head_dim, spec.head_dim_v]
     if split_size % config.tile_n:
-        return Config(config.tile_n // 2, 2 * config.stages, config.q_stages)
+        return replace(config, tile_n=config.tile_n // 2, stages=2 * config.stages)
     return config
 
 

@@ -2,7 +2,7 @@
 
 role       warps                       waits for                 signals
 loader     1 (TMA), 4 (row by row)     q, k, v empty             q, k, v full
-consumer   4                           q, k, v full              q, k, v empty
+consumer   4 a warpgroup               q, k, v full              q, k, v empty
 
 A CTA has one tile of up to 64 query rows, the heads of a group for token after token, and a share of all sequences'
 keys (algo/pieces.py). A sequence that lies in one share gives O and LSE; of others every share gives a part, and a
@@ -28,6 +28,7 @@ from ..algo.window import Chunk, Window
 from ..forward.accumulate import AmongExponentials
 from ..forward.mma import Attention, Overlapped
 from ..forward.values import WholeValues
+from ..prims.branch import when
 from ..prims.divide import Divisor
 from ..prims.ptx import thread_here
 from ..prims.ring import Ring
@@ -41,8 +42,8 @@ from .rows import Output, Parts, Place
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-CONSUMER_WARPS = 4
-CLEAN_BARRIER = 1  # named, of the consumers
+CONSUMER_WARPS = 4  # of a warpgroup
+CLEAN_BARRIER = 1  # named barriers, one a warpgroup of consumers from here on
 
 
 class Decode:
@@ -130,7 +131,8 @@ class Decode:
         producers = 32 * c.loaders(spec) if gathers else 1
         k_ring, v_ring = (self.ring(smem, sX, c.stages, producers) for sX in (sK, sV))
         q_ring = self.ring(smem, sQ, c.q_stages, 32 * c.loaders(spec))
-        if warp == CONSUMER_WARPS:
+        first_loader = CONSUMER_WARPS * c.consumers
+        if warp == first_loader:
             with cute.arch.elect_one():
                 for ring in (q_ring, k_ring, v_ring):
                     ring.init()
@@ -144,14 +146,14 @@ class Decode:
         if const_expr(spec.splits):
             cute.arch.griddepcontrol_launch_dependents()
 
-        if warp >= CONSUMER_WARPS:
+        if warp >= first_loader:
             source = Contiguous(line.batch) if spec.pages == 0 else Paged(table, mK.shape[1], line.batch)
-            warp = warp - CONSUMER_WARPS
-            q = Queries(mQ, self.tile(sQ, spec.head_dim, ROWS), q_ring, line, head_kv, warp, c.loaders(spec))
+            loader = warp - first_loader
+            q = Queries(mQ, self.tile(sQ, spec.head_dim, ROWS), q_ring, line, head_kv, loader, c.loaders(spec))
             k_data, v_data = self.tile(sK, spec.head_dim), self.tile(sV, spec.head_dim_v)
             if const_expr(gathers):
                 by_row = Rows(mK, k_data, k_ring), Rows(mV, v_data, v_ring)
-                line.walk(part, RowLoader(q, *by_row, source, head_kv, c.tile_n, warp).run)
+                line.walk(part, RowLoader(q, *by_row, source, head_kv, c.tile_n, loader).run)
             else:
                 rows = spec.pages or c.tile_n
                 of_k, of_v = (
@@ -163,24 +165,30 @@ class Decode:
             attention = self.attention(qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2, cap)
             v_data = self.tile(sV, spec.head_dim_v)
 
-            def run(piece: Piece):
-                place = Place.of(line.batch, piece, head_kv, line.ratio, line.row)
-                output = Output(mO, mLSE, parts, mSink, piece.slot * units + unit, spec, self.dtype)
-                self.attend(attention, piece, place, line.batch, q_ring, v_data, output)
+            wg = warp // CONSUMER_WARPS
+            output = Output(mO, mLSE, parts, mSink, unit, units, spec, self.dtype)
+            line.walk(part, partial(self.consume, attention, line, head_kv, q_ring, v_data, output, wg))
 
-            line.walk(part, run)
+    def consume(self, a: Attention, line: Line, head_kv, q_ring: Ring, v_data: Tile, output: Output, wg, piece: Piece):
+        """A piece, by the warpgroup whose turn it is."""
+        place = Place.of(line.batch, piece, head_kv, line.ratio, line.row)
+        attend = partial(self.attend, a, piece, place, line.batch, q_ring, v_data, output, wg)
+        if self.config.consumers == 1:
+            attend()
+        else:
+            when(piece.nth % self.config.consumers == wg, attend)
 
-    def attend(self, a: Attention, piece: Piece, place: Place, batch: Batch, q_ring: Ring, v_data: Tile, output):
+    def attend(self, a: Attention, piece: Piece, place: Place, batch: Batch, q_ring: Ring, v_data: Tile, output, wg):
         """One piece."""
         thread = thread_here()
         row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
         mask = RowLimits.create(batch, piece, place, row, column, self.config.tile_n)
         if self.spec.pages != GATHER:
-            a = a._replace(v_ring=Cleaned(a.v_ring, v_data, piece, CLEAN_BARRIER))  # type: ignore[arg-type]
+            a = a._replace(v_ring=Cleaned(a.v_ring, v_data, piece, CLEAN_BARRIER + wg))  # type: ignore[arg-type]
         Fenced(q_ring).wait_full(piece.nth)
         a = a._replace(rQ=a.rQ[None, None, None, q_ring.stage(piece.nth)])  # type: ignore[index]
         attend_piece(a, mask, piece, partial(q_ring.release, piece.nth))
-        output.store(a, piece.whole, place, row, column)
+        output.store(a, piece, place, row, column)
 
     def stages(self, smem, layout) -> cute.Tensor:
         return smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
