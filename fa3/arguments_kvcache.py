@@ -107,8 +107,6 @@ def _check_new_rows(g: Given, batch: int) -> None:
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together, got None for {'k' if k is None else 'v'}")
     if k is None or v is None:
-        if cu_new is not None:
-            raise ValueError("cu_seqlens_k_new is given without k and v")
         return
     check_are_tensors(k=k, v=v)
     for name, new, cache in (("k", k, g.k_cache), ("v", v, g.v_cache)):
@@ -167,9 +165,10 @@ def check_supported(
     sm_margin: object,
 ) -> None:
     """Arguments of FlashAttention-3 that exist for its callers' sake."""
-    for name, value in (("qv", qv), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if value is not None:
-            raise NotImplementedError(f"{name} is not supported yet; allowed: None, got {type(value).__name__}")
+    if not qv is q_descale is k_descale is v_descale is None:
+        for name, value in (("qv", qv), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+            if value is not None:
+                raise NotImplementedError(f"{name} is not supported yet; allowed: None, got {type(value).__name__}")
     if scheduler_metadata is not None and not isinstance(scheduler_metadata, Tensor):
         raise TypeError(f"scheduler_metadata must be a torch.Tensor or None, got {type(scheduler_metadata).__name__}")
     if pack_gqa is not None and not isinstance(pack_gqa, bool):

@@ -187,7 +187,6 @@ TABLE = ones(20, 8).double()
 APPEND = [
     (DENSE, ValueError, r"k and v must be given together, got None for v", lambda x: dict(k=half)),
     (DENSE, ValueError, r"k and v must be given together, got None for k", lambda x: dict(v=half)),
-    (DENSE, ValueError, r"cu_seqlens_k_new is given without k and v", lambda x: dict(cu_seqlens_k_new=ints([0, 1, 2]))),
     (DENSE, ValueError, r"k and v need cache_seqlens.*got None", lambda x: dict(**NEW, cache_seqlens=None)),
     (DENSE, ValueError, r"k must have shape \(2, 1, 2, 16\).*got \(1, 1, 2, 16\)",
      lambda x: dict(k=half[:1], v=NEW["v"])),
