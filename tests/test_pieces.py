@@ -69,7 +69,7 @@ def draw(seed):
     """A line, and how many partial results it has room for."""
     pick = random.Random(seed)
     batch, tile_n, capacity = pick.randint(1, 5), pick.choice(TILES_N), pick.choice([0, 100, 1000, 5000])
-    lengths = [pick.choice([0, 1, 63, 64, 65, pick.randint(-5, capacity + 50)]) for _ in range(batch)]
+    lengths = [pick.choice([0, 1, 64, 65, *(pick.randint(-5, capacity + 50) for _ in "abcd")]) for _ in range(batch)]
     cu_q = [0]
     for _ in range(batch):
         cu_q.append(cu_q[-1] + pick.choice([0, 1, 2, 5, 70]))
@@ -79,7 +79,7 @@ def draw(seed):
     window = Window(*sides, pick.choice([None, None, 1, 64, 100, FAR]))
     parts = pick.choice([1, 2, 5, 16, 132])
     granule, splits, room = pick.choice(
-        [(None, None, 2 * parts)]
+        [(None, None, 2 * parts)] * 8
         + [(0, n, batch * n) for n in (1, 2, 3, 7, 300)]
         + [(n * tile_n, 1, batch * max(-(-capacity // (n * tile_n)), 1)) for n in (1, 2, 16)]
     )
