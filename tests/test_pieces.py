@@ -9,9 +9,12 @@ import types
 
 import pytest
 
-from fa3.kernels.algo import pieces
-from fa3.kernels.algo.pieces import FAR, Batch, Given, Line, Shares, Window
+from fa3.kernels.algo import pieces, window
+from fa3.kernels.algo.pieces import Batch, Given, Line, Shares
+from fa3.kernels.algo.seqlen import Lengths
+from fa3.kernels.algo.window import Chunk, Window
 
+FAR = 2**30  # keys: no limit
 CASES, TILES_N = 400, (64, 128)
 
 
@@ -28,8 +31,10 @@ class Parts:
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch):
     chosen = types.SimpleNamespace(max=max, min=min, select_=lambda condition, a, b: a if condition else b)
-    for name, stand_in in (("cutlass", chosen), ("Int32", int), ("read", lambda numbers, i: numbers[i])):
-        monkeypatch.setattr(pieces, name, stand_in)
+    for module in (pieces, window):
+        monkeypatch.setattr(module, "cutlass", chosen)
+        monkeypatch.setattr(module, "Int32", int)
+    monkeypatch.setattr(pieces, "read", lambda numbers, i: numbers[i])
 
 
 def total(line):
@@ -75,8 +80,8 @@ def draw(seed):
         cu_q.append(cu_q[-1] + pick.choice([0, 1, 2, 5, 70]))
     left, none = [pick.choice([0, 0, 3, 500]) for _ in range(batch)], [0] * (batch + 1)
     given = Given(lengths, none, left, none, none, cu_q, 1, 0, pick.randint(0, 1), 0, 0, 1, 0, 9, capacity, batch)
-    sides = pick.choice([FAR, 0, 5, 200]), pick.choice([FAR, 0, 0, 7])
-    window = Window(*sides, pick.choice([None, None, 1, 64, 100, FAR]))
+    keys = Window(pick.choice([FAR, 0, 5, 200]), pick.choice([FAR, 0, 0, 7]))
+    size = pick.choice([None, None, 1, 64, 100, FAR])
     parts = pick.choice([1, 2, 5, 16, 132])
     granule, splits, room = pick.choice(
         [(None, None, 2 * parts)] * 8
@@ -84,7 +89,9 @@ def draw(seed):
         + [(n * tile_n, 1, batch * max(-(-capacity // (n * tile_n)), 1)) for n in (1, 2, 16)]
     )
     ratio, row = pick.choice([1, 4]), pick.choice([0, 0, 64])
-    return Line(Batch(given, window, tile_n, granule, splits), Parts(parts), Parts(ratio), row), room
+    return Line(
+        Batch(given, Chunk(keys, size) if size else keys, tile_n, granule, splits), Parts(parts), Parts(ratio), row
+    ), room
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -109,7 +116,7 @@ def check_sequence(line, b, taken):
     if line.row >= s.q * line.ratio.divisor:
         assert not taken
         return
-    seen = [(line.batch.window.first(p), line.batch.window.end(p, s.k)) for p in range(s.k - s.q, s.k)]
+    seen = [line.batch.window.interval(row, Lengths(s.q, s.k)) for row in range(s.q)]
     seen = [x for x in seen if x[0] < x[1]]
     assert all(s.first <= first and end <= s.end for first, end in seen)
     edges = [s.first, *(x.end for x in taken)]

@@ -46,6 +46,12 @@ def fma_up(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def tanh(x: Float32, *, loc=None, ip=None) -> Float32:
+    """tanh.approx.f32, to a relative error of 2^-11."""
+    return Float32(asm(T.f32(), [Float32(x)], "tanh.approx.f32 $0, $1;", "=f,f", loc, ip))
+
+
+@dsl_user_op
 def here(x: Int32, *, loc=None, ip=None) -> Int32:
     """x, worked out at this place and once; what follows from it is worked out behind."""
     return Int32(asm(T.i32(), [Int32(x)], "mov.b32 $0, $1;", "=r,r", loc, ip, stays=True))
@@ -64,18 +70,10 @@ def shared_here(*, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
-def l2_policy(priority: str, *, loc=None, ip=None) -> Int64:
-    """createpolicy.fractional: what L2 is told of bytes. priority: "evict_first" of what nobody reads again, else
-    "evict_normal".
-    """
-    return Int64(asm(T.i64(), [], f"createpolicy.fractional.L2::{priority}.b64 $0, 1.0;", "=l", loc, ip))
+def copy_async(to: Int32, address: Int64, size: Int32, *, loc=None, ip=None):
+    """cp.async.cg.shared.global: 16 bytes from global to shared memory, `size` of them read, the others 0.
 
-
-@dsl_user_op
-def copy_async(to: Int32, address: Int64, size: Int32, policy: Int64, *, loc=None, ip=None):
-    """cp.async.cg.shared.global: 16 bytes from global to shared memory, `size` of them read, the others 0; with what L2
-    is told about them.
+    NOTE: with an L2 cache hint ptxas 13.0 makes an instruction of it that sm_90 refuses.
     """
-    operands = [Int32(to), Int64(address), Int32(size), Int64(policy)]
-    instruction = "cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2, $3;"
-    asm(None, operands, instruction, "r,l,r,l,~{memory}", loc, ip, stays=True)
+    operands = [Int32(to), Int64(address), Int32(size)]
+    asm(None, operands, "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r,~{memory}", loc, ip, stays=True)
