@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from fa3.problem import check_are_tensors
 from fa3.problem_kvcache import (
@@ -62,6 +63,23 @@ class Given(NamedTuple):
         pages = self.kv_indices if self.is_csr else self.page_table
         lists = self.cu_seqlens_k_new, self.cache_leftpad, self.cache_batch_idx, pages, self.kv_indptr
         return Serving(lengths, added, *lists, self.cu_seqlens_q, max_seqlen_q)
+
+
+def with_own_table(g: Given) -> Given:
+    """With pages cache_batch_idx says which row of the table is a sequence's: of these rows a table is made."""
+    if g.cache_batch_idx is None or g.page_table is None or g.is_csr:
+        return g
+    check_are_tensors(q=g.q)
+    check_list("page_table", g.page_table, g.q.device, 2)
+    check_list("cache_batch_idx", g.cache_batch_idx, g.q.device)
+    if g.cu_seqlens_q is None and g.q.dim() > 0:
+        check_count("cache_batch_idx", g.cache_batch_idx, g.q.shape[0])
+    rows = g.page_table.shape[0]
+    if type(g.cache_batch_idx) is Tensor and g.q.device.type == "cpu" and not is_compiling():
+        for i, row in enumerate(g.cache_batch_idx.tolist()):
+            if not 0 <= row < rows:
+                raise ValueError(f"cache_batch_idx[{i}] is {row}; allowed: 0 to {rows - 1}, the rows of page_table")
+    return g._replace(page_table=g.page_table.index_select(0, g.cache_batch_idx), cache_batch_idx=None)
 
 
 def check_given(given: Given, has_length: bool) -> None:

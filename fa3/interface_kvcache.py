@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from fa3 import ops_kvcache  # registers the operators
-from fa3.arguments_kvcache import Given, check_given, check_supported, only_one
+from fa3.arguments_kvcache import Given, check_given, check_supported, only_one, with_own_table
 from fa3.launch import remember
 from fa3.problem import MAX_SCALE, check_flags, check_gradients, check_scale
 from fa3.problem_kvcache import (
@@ -92,8 +92,9 @@ def flash_attn_with_kvcache(
         rotary_interleaved: dims 2i and 2i + 1 are a pair, else i and i + rotary_dim / 2.
         cache_seqlens: rows in the cache before the call, (batch,) in int32 or one int for all sequences. By default
             all rows; k and page_table need it.
-        cache_batch_idx, cache_leftpad: (batch,) in int32. Not with pages.
-        page_table: (batch, pages of the longest) in int32, any strides. block_table is another name of it.
+        cache_batch_idx, cache_leftpad: (batch,) in int32. The second not with pages, neither with kv_indptr.
+        page_table: (batch, pages of the longest) in int32, any strides. block_table is another name of it. With
+            cache_batch_idx it has any number of rows, and that says which one is a sequence's.
         cu_seqlens_q, cu_seqlens_k_new: (batch + 1,) in int32, ascending. The second says nothing without k and v: it is
             not looked at, as in FlashAttention-3.
         max_seqlen_q: with cu_seqlens_q, a bound on the queries of a sequence; by default, and where the number is on
@@ -146,6 +147,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new = None  # SGLang gives it in calls that add nothing
     given = Given(q, k_cache, v_cache, *new, lengths, *lists, cu_seqlens_q, cu_seqlens_k_new, *pages, sink, out)
     is_plain = ops_kvcache.is_plain(q, k_cache, v_cache, given[3:])
+    if cache_batch_idx is not None:
+        given = with_own_table(given)
     if not (is_plain and _is_checked_at_launch(given, cache_seqlens is not None)):
         _check(given, cache_seqlens is not None, is_plain)
     serving = _serving(given, count, max_seqlen_q)

@@ -10,7 +10,7 @@ from fa3.device import ASSUMED
 from fa3.problem_kvcache import KEYS_MAX, TILES_MAX, check_decode
 from fa3.serving import Serving
 from fa3.variant import CHUNK_MAX
-from tests.kvcache import assert_is, formula, ints, make
+from tests.kvcache import NO_PAGE, assert_is, formula, ints, make
 
 attend = fa3.flash_attn_with_kvcache
 
@@ -41,6 +41,21 @@ def test_as_vllm_calls_it_into_rows_that_it_keeps():
     for (wanted, wanted_lse), rows in zip(formula(x, causal=True), (slice(0, 1), slice(1, 3))):
         torch.testing.assert_close(out[rows], wanted)
         torch.testing.assert_close(lse[:, rows], wanted_lse)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_cache_batch_idx_takes_rows_of_a_page_table(ragged):
+    """As in FlashAttention-3: new rows go where these say, and other rows of the table are not looked at."""
+    x = make([2, 2], [9, 5], page_size=4, heads_kv=2, ratio=2, ragged=ragged)
+    table = torch.full((4, x.lists["page_table"].shape[1]), NO_PAGE, dtype=torch.int32)
+    table[3], table[1] = x.lists["page_table"]
+    x.lists.update(page_table=table, cache_batch_idx=ints([3, 1]))
+    assert_is(x, x.call(attend, causal=True), formula(x, causal=True))
+    new = [keys[-1:].clone() for keys in x.keys], [values[-1:].clone() for values in x.values]
+    for cache, at in ((x.k_cache, 8), (x.v_cache, 8), (x.k_cache, 4), (x.v_cache, 4)):
+        cache[table[3 if at == 8 else 1, at // 4], at % 4] = float("nan")
+    k, v = (torch.stack(rows) for rows in new)
+    assert_is(x, x.call(attend, causal=True, k=k, v=v, cache_seqlens=ints([8, 4])), formula(x, causal=True))
 
 
 @pytest.mark.parametrize("chunk", [2**30, 2**31 - 1, 2**31, 2**60])
@@ -151,7 +166,8 @@ WRONG = [
     ("paged", ValueError, "page_table must have 2 dimensions", lambda x: dict(page_table=x["page_table"][0])),
     ("paged", TypeError, "page_table has dtype torch.int64", lambda x: dict(page_table=x["page_table"].long())),
     ("paged", ValueError, "page_table must have one row a sequence", lambda x: dict(page_table=x["page_table"][:1])),
-    ("paged", ValueError, "cache_batch_idx and page_table", lambda x: dict(cache_batch_idx=ints([0, 1]))),
+    ("paged", ValueError, "cache_batch_idx must have one", lambda x: dict(cache_batch_idx=ints([0, 1, 1]))),
+    ("paged", ValueError, "cache_leftpad and page_table", lambda x: dict(cache_leftpad=ints([0, 1]))),
     ("ragged", ValueError, "q must have 3 dimensions", lambda x: dict(q=x["q"][:, None])),
     ("ragged", ValueError, "must have one element a sequence, 1", lambda x: dict(cu_seqlens_q=ints([0, 2]))),
     ("ragged", ValueError, "max_seqlen_q is -1", lambda x: dict(max_seqlen_q=-1)),
