@@ -158,7 +158,7 @@ def _plan(
         KERNEL_DTYPES[q.dtype], *tile_for(head_dim, head_dim_v), pages_of(page_size), chunk=variant.attention_chunk > 0,
         softcap=variant.softcap > 0, sink=sink,
     )  # fmt: skip
-    config = config_for(spec, batch, split_size)
+    config = config_for(spec, split_size)
     if 0 in (q.numel(), batch, k_cache.numel(), v_cache.numel()):
         return Plan(None, 0, 0, 0, 0, (), (None, None), 0, 0)
     query_rows = seqlen_q * (heads // heads_kv)

@@ -113,7 +113,7 @@ class Batch(NamedTuple):
     def total(self: cutlass.Constexpr) -> Int32:
         """By a whole warp."""
         mine = Int32(0)
-        for first in cutlass.range(0, self.given.batch, LANES, unroll=1):
+        for first in cutlass.range(0, self.given.batch, LANES, unroll=4):
             mine = mine + self.granules(first + cute.arch.lane_idx())
         for shift in cutlass.range_constexpr(5):
             mine = mine + cute.arch.shuffle_sync_bfly(mine, offset=1 << shift)

@@ -34,7 +34,7 @@ from ..prims.ring import Ring
 from ..prims.turns import NoTurns
 from .attend import Cleaned, Fenced, RowLimits
 from .config import GATHER, ROWS, Config, Spec
-from .load import GOES, STAYS, Boxes, BoxLoader, Contiguous, Paged, Queries, RowLoader, Rows, Tile
+from .load import Boxes, BoxLoader, Contiguous, Paged, Queries, RowLoader, Rows, Tile
 from .merge import LANES, WARPS, Merge
 from .rows import Output, Parts, Place
 
@@ -83,7 +83,11 @@ class Decode:
         )  # fmt: skip
         if const_expr(spec.splits):
             self.merge(*args).launch(
-                grid=(given.batch, heads_kv, tiles), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
+                grid=(given.batch if spec.granules else shares - 1, heads_kv, tiles),
+                block=(LANES * WARPS, 1, 1),
+                min_blocks_per_mp=1,
+                stream=stream,
+                use_pdl=True,
             )
 
     def tile(self, sX: cute.Tensor, head_dim: int, rows: int = 0) -> Tile:
@@ -102,12 +106,12 @@ class Decode:
     @cute.kernel
     def merge(self, mQ, mO, mLSE, parts, table, mSink, line: Line):
         cute.arch.griddepcontrol_launch_dependents()
-        b, head_kv, tile = cute.arch.block_idx()
+        item, head_kv, tile = cute.arch.block_idx()
         _, heads_kv, tiles = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         line = line._replace(row=tile * ROWS)
         units, unit = heads_kv * tiles, tile * heads_kv + head_kv
-        Merge(parts, mO, mLSE, mSink, line, units, unit, head_kv, self.spec, self.dtype).run(b, warp)
+        Merge(parts, mO, mLSE, mSink, line, units, unit, head_kv, self.spec, self.dtype).run(item, warp)
 
     @cute.kernel
     def kernel(
@@ -142,7 +146,6 @@ class Decode:
 
         if warp >= CONSUMER_WARPS:
             source = Contiguous(line.batch) if spec.pages == 0 else Paged(table, mK.shape[1], line.batch)
-            policy = Int64(cutlass.select_(tiles > 1, Int64(STAYS), Int64(GOES)))  # other query tiles read the same
             warp = warp - CONSUMER_WARPS
             q = Queries(mQ, self.tile(sQ, spec.head_dim, ROWS), q_ring, line, head_kv, warp, c.loaders(spec))
             k_data, v_data = self.tile(sK, spec.head_dim), self.tile(sV, spec.head_dim_v)
@@ -152,7 +155,7 @@ class Decode:
             else:
                 rows = spec.pages or c.tile_n
                 of_k, of_v = (
-                    Boxes(*x, data, ring, rows, policy)  # type: ignore[call-arg]
+                    Boxes(*x, data, ring, rows)  # type: ignore[call-arg]
                     for x, data, ring in ((K, k_data, k_ring), (V, v_data, v_ring))
                 )
                 line.walk(part, BoxLoader(q, of_k, of_v, source, head_kv, c.tile_n).run)

@@ -21,7 +21,6 @@ from ..prims.ring import Ring
 from .rows import Place
 
 PIECE = 16  # bytes of a cp.async
-STAYS, GOES = 0x1000000000000000, 0x12F0000000000000  # TMA's policies: none, and to leave L2 before others
 
 
 class Tile(NamedTuple):
@@ -93,7 +92,6 @@ class Boxes(NamedTuple):
     tile: Tile
     ring: Ring
     rows: int  # of a box
-    policy: Int64  # what L2 is told of the bytes
 
     @staticmethod
     def create(mX: cute.Tensor, swizzle, rows: int, width: int) -> tuple:
@@ -115,7 +113,7 @@ class Boxes(NamedTuple):
             )  # fmt: skip
             sX = cute.make_tensor(to, cute.make_layout((self.rows, tile.width), stride=(tile.width, 1)))
             s, x = cpasync.tma_partition(self.atom, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-            cute.copy(self.atom, x, s, tma_bar_ptr=full, cache_policy=self.policy)
+            cute.copy(self.atom, x, s, tma_bar_ptr=full)
 
     @property
     def box_bytes(self) -> int:

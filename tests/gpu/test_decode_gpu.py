@@ -101,9 +101,12 @@ def check(x, out, lse, exact, largest):
         assert not o.masked_select(~seen.T[..., None].expand_as(o)).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("page_size", PAGES)
+GRID = [(dims, torch.bfloat16, page_size) for dims in DIMS for page_size in (0, 7, 16, 64)]
+GRID += [((128, 128), torch.bfloat16, page_size) for page_size in (1, 48, 128)]
+GRID += [((128, 128), torch.float16, page_size) for page_size in (0, 7, 16, 64)]
+
+
+@pytest.mark.parametrize(("dims", "dtype", "page_size"), GRID, ids=str)
 def test_grid(page_size, dims, dtype):
     for i, (of_q, of_k) in enumerate(LENGTHS.values()):
         sizes = dict(head_dim=dims[0], head_dim_v=dims[1], dtype=dtype, ragged=False)
@@ -208,12 +211,11 @@ def test_pages_far_apart():
     pool[65532:65536], pool[65536:65540] = pool[:4], pool[:4]
     q = torch.randn(1, 1, 32, 128, device=DEVICE, dtype=torch.bfloat16)
     seqlens = torch.tensor([64], dtype=torch.int32, device=DEVICE)
-    wide = pool.view(-1, 2, 8, 2, 8, 128).transpose(0, 0)
     got = []
     for first in (0, 65532, 65536):
         table = torch.arange(first, first + 4, dtype=torch.int32, device=DEVICE)[None]
         got.append(attend(q, pool[:, 0], pool[:, 1], page_table=table, cache_seqlens=seqlens))
-    assert wide.shape[0] == 65600 and all(torch.equal(got[0], x) and x.isfinite().all() for x in got)
+    assert all(torch.equal(got[0], x) and x.isfinite().all() for x in got)
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 7])
