@@ -27,10 +27,12 @@ def config_for(spec: Spec, split_size: int = 0) -> Config:
     return config
 
 
-def pages_of(page_size: int | None) -> int:
-    """Spec.pages."""
+def pages_of(page_size: int | None, leftpad: bool = False) -> int:
+    """Spec.pages. With a padding on the left no box is known to begin with a page."""
     if page_size is None:
         return 0
+    if leftpad:
+        return GATHER
     return next((box for box in BOXES if page_size % box == 0), GATHER)
 
 

@@ -92,7 +92,7 @@ def flash_attn_with_kvcache(
         rotary_interleaved: dims 2i and 2i + 1 are a pair, else i and i + rotary_dim / 2.
         cache_seqlens: rows in the cache before the call, (batch,) in int32 or one int for all sequences. By default
             all rows; k and page_table need it.
-        cache_batch_idx, cache_leftpad: (batch,) in int32. The second not with pages, neither with kv_indptr.
+        cache_batch_idx, cache_leftpad: (batch,) in int32. The first not with kv_indptr.
         page_table: (batch, pages of the longest) in int32, any strides. block_table is another name of it. With
             cache_batch_idx it has any number of rows, and that says which one is a sequence's.
         cu_seqlens_q, cu_seqlens_k_new: (batch + 1,) in int32, ascending. The second says nothing without k and v: it is

@@ -189,14 +189,11 @@ def _check_pages(s: Serving, device: torch.device, batch: int) -> None:
     check_list(name, s.page_table, device, dims)
     if s.indptr is None:
         check_count(name, s.page_table, batch)
-    for other, value in (("cache_batch_idx", s.batch_idx), ("cache_leftpad", s.leftpad)):
-        if value is not None:
-            reason = (
-                "a row of the table already says which pages are the sequence's: permute its rows instead"
-                if other == "cache_batch_idx"
-                else "the keys of a sequence begin at the first row of its first page"
-            )
-            raise ValueError(f"{other} and {name} are both given, which is not supported: {reason}")
+    if s.batch_idx is not None:
+        raise ValueError(
+            f"cache_batch_idx and {name} are both given, which is not supported: a row of the table already says which "
+            "pages are the sequence's: permute its rows instead"
+        )
 
 
 def capacity_of(k_cache: Tensor, serving: Serving) -> int | None:

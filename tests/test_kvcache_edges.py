@@ -167,7 +167,6 @@ WRONG = [
     ("paged", TypeError, "page_table has dtype torch.int64", lambda x: dict(page_table=x["page_table"].long())),
     ("paged", ValueError, "page_table must have one row a sequence", lambda x: dict(page_table=x["page_table"][:1])),
     ("paged", ValueError, "cache_batch_idx must have one", lambda x: dict(cache_batch_idx=ints([0, 1, 1]))),
-    ("paged", ValueError, "cache_leftpad and page_table", lambda x: dict(cache_leftpad=ints([0, 1]))),
     ("ragged", ValueError, "q must have 3 dimensions", lambda x: dict(q=x["q"][:, None])),
     ("ragged", ValueError, "must have one element a sequence, 1", lambda x: dict(cu_seqlens_q=ints([0, 2]))),
     ("ragged", ValueError, "max_seqlen_q is -1", lambda x: dict(max_seqlen_q=-1)),

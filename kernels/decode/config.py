@@ -27,7 +27,7 @@ class Spec:
     granules: bool = False  # with splits: where it is cut is given
     chunk: bool = False  # attention_chunk
     softcap: bool = False
-    sink: bool = False
+    sink: str = ""  # dtype of the sinks
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from .rows import Output, Parts, Place
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": Float32}
 CONSUMER_WARPS = 4  # of a warpgroup
 CLEAN_BARRIER = 1  # named barriers, one a warpgroup of consumers from here on
 
@@ -270,7 +270,7 @@ def signature(spec: Spec, config: Config) -> tuple:
     parts = Parts(part_o, part_lse) if spec.splits else None
     table_strides = cute.sym_int64(), cute.sym_int64()
     table = make_fake_tensor(Int32, (b, cute.sym_int()), table_strides, assumed_align=4) if spec.pages else None
-    sink = make_fake_tensor(Float32, (heads,), (cute.sym_int64(),), assumed_align=4) if spec.sink else None
+    sink = make_fake_tensor(DTYPES[spec.sink], (heads,), (cute.sym_int64(),), assumed_align=4) if spec.sink else None
     number = Int32(1)
     whole = Window(number, number)
     window = Chunk(whole, number) if spec.chunk else whole

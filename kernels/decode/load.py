@@ -152,24 +152,28 @@ class Paged(NamedTuple):
         first = self.batch.flagged(given.indptr, b, given.has_indptr)
         row = cutlass.select_(given.has_indptr != 0, Int32(0), b)
         steps = Int64(row) * Int64(self.table.stride[0]) + Int64(first) * Int64(self.table.stride[1])
-        return PagedPiece(self.table.iterator.toint() + 4 * steps, 4 * Int64(self.table.stride[1]), self.page_size)
+        return PagedPiece(
+            self.table.iterator.toint() + 4 * steps, 4 * Int64(self.table.stride[1]), self.page_size,
+            self.batch.leftpad(b),
+        )  # fmt: skip
 
 
 class PagedPiece(NamedTuple):
     table: Int64  # address of the sequence's first entry
     step: Int64  # bytes to the next one
     page_size: Int32
+    start: Int32  # row of key 0
 
     @cute.jit
     def page(self: cutlass.Constexpr, key: Int32, there: cutlass.Boolean) -> Int32:
         """That holds the key; where it is not there the table is not read."""
         page = Int32(0)
         if there:
-            page = words_at(self.table + Int64(key // self.page_size) * self.step, 1)[0]
+            page = words_at(self.table + Int64((self.start + key) // self.page_size) * self.step, 1)[0]
         return page
 
     def row(self, key):
-        return key % self.page_size
+        return (self.start + key) % self.page_size
 
 
 class BoxLoader(NamedTuple):

@@ -47,6 +47,7 @@ class Merge(NamedTuple):
         else:
             shares = Shares.create(self.line.batch.total(), self.line.parts)
             b, start = self.line.batch.find(shares.first(item + 1))
+            b = cutlass.min(b, self.line.batch.given.batch - 1)  # there are fewer granules than shares
             first, count = item, Int32(0)
             if (start < shares.first(item + 1)) & (start >= shares.first(item)):
                 count = shares.part_of(start + self.line.batch.sequence(b).count - 1) - item + 1
@@ -109,7 +110,7 @@ class Merge(NamedTuple):
         inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
         lse = cutlass.select_(total > 0.0, top, Float32(0.0)) + cute.math.log2(total, fastmath=True) * math.log(2)
         if cutlass.const_expr(self.spec.sink):
-            lse, factor = joined(lse, Float32(self.mSink[place.head_of(i)]))
+            lse, factor = joined(lse, self.mSink[place.head_of(i)].to(Float32))
             inverse = inverse * factor
         start = self.mO.iterator.toint() + 2 * place.offset(self.mO, i)
         for p in cutlass.range_constexpr(pairs):

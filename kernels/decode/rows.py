@@ -134,7 +134,7 @@ class Output(NamedTuple):
             for r in range(OWN_ROWS):
                 # NOTE: of a row that does not exist any sink.
                 head = place.head_of(cutlass.min(row + 8 * r, place.count - 1))
-                lse[r], factor = joined(lse[r], Float32(self.mSink[head]))
+                lse[r], factor = joined(lse[r], self.mSink[head].to(Float32))
                 inverse[r] = inverse[r] * factor
         scale_rows(acc_O, inverse)
         place.store(self.mO, acc_O, row, column, self.dtype)

@@ -168,6 +168,17 @@ def test_leftpad_and_batch_idx():
     verify(make([1] * 4, [5, 300, 0, 64], permuted=True, **sizes), causal=True)
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_leftpad_of_pages(page_size):
+    """The first rows of a sequence's pages are not its keys."""
+    x = make([1] * 4, [90, 300, 70, 129], page_size=page_size, heads_kv=2, ratio=4, head_dim=128, head_dim_v=128,
+             dtype=torch.bfloat16, ragged=False)  # fmt: skip
+    pads = [3, 70, 0, 129]
+    x.keys[:], x.values[:] = ([t[pad:] for t, pad in zip(each, pads)] for each in (x.keys, x.values))
+    x.lists["cache_leftpad"] = torch.tensor(pads, dtype=torch.int32)
+    verify(x, causal=True)
+
+
 def test_csr_pages_are_those_of_a_table():
     sizes = dict(heads_kv=2, ratio=4, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, ragged=False, seed=3)
     for page_size in (1, 16, 24, 64):
