@@ -151,10 +151,9 @@ def _plan(
         capacity = min(FAR, rows * s.page_table.shape[-1])
     page_size = None if s.page_table is None else rows
     sink_dtype = "" if sink is None else str(sink.dtype).removeprefix("torch.")
-    spec = Spec(
-        KERNEL_DTYPES[q.dtype], *tile_for(head_dim, head_dim_v), pages_of(page_size, s.leftpad is not None), chunk=variant.attention_chunk > 0,
-        softcap=variant.softcap > 0, sink=sink_dtype,
-    )  # fmt: skip
+    boxes = pages_of(page_size, s.leftpad is not None)
+    options = dict(chunk=variant.attention_chunk > 0, softcap=variant.softcap > 0, sink=sink_dtype)
+    spec = Spec(KERNEL_DTYPES[q.dtype], *tile_for(head_dim, head_dim_v), boxes, **options)  # type: ignore[arg-type]
     config = config_for(spec, split_size)
     out = _without_memory(q, (*q.shape[:-1], head_dim_v))
     lse = _without_memory(q, (heads, q.shape[0]) if is_ragged else (batch, heads, seqlen_q), float32)
