@@ -124,6 +124,9 @@ def flash_attn_with_kvcache(
         that sees no key has output 0 and as LSE its head's sink, or -inf. Rows of q before cu_seqlens_q[0] and from
         cu_seqlens_q[-1] on are no queries: there both are uninitialised memory, and a given out keeps what it holds.
 
+    Sequences of 128 queries and more (max_seqlen_q of ragged ones) are computed by the forward kernels of
+    `flash_attn_varlen_func` where these can, which is where no splits are asked for, no cache_leftpad and no kv_indptr,
+    and page_size, or the cache's seqlen, is a multiple of 16; all others by the decode kernel, whatever their length.
     Nothing waits for the device. All lists may change between replays of a CUDA graph. CPU tensors run
     `fa3.reference_kvcache.kvcache_attention`, float32 and float64 too.
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, empty_like, float32, int32
 
+from fa3 import launch_prefill
 from fa3.device import chip
 from fa3.heuristics_decode import config_for, pages_of, shares_for
 from fa3.kernels.compile import load
@@ -41,6 +42,7 @@ class Plan(NamedTuple):
     granule: tuple[int, int] | tuple[None, None]
     tiles: int
     shares: int
+    is_prefill: bool = False  # many queries: the forward kernels do it
 
 
 _plans: dict[tuple, Plan] = {}
@@ -73,6 +75,8 @@ def forward(
         check_decode(q, k_cache, v_cache, serving, softmax_scale, sink, num_splits, split_size, out)
         plan = _plan(q, k_cache, v_cache, serving, variant, sink, num_splits, split_size)
         remember(_plans, key, plan)
+    if plan.is_prefill:
+        return launch_prefill.forward(q, k_cache, v_cache, serving, softmax_scale, variant, sink, out)
     made = empty_like(plan.out) if out is None else out
     lse = empty_like(plan.lse)
     if plan.run is None:
@@ -159,6 +163,8 @@ def _plan(
     lse = _without_memory(q, (heads, q.shape[0]) if is_ragged else (batch, heads, seqlen_q), float32)
     if 0 in (q.numel(), batch, seqlen_q, k_cache.numel(), v_cache.numel()):
         return Plan(None, out, lse, None, (), None, (0, 0, 0), (), (None, None), 0, 0)
+    if launch_prefill.suits(seqlen_q, rows, s, num_splits, split_size):
+        return Plan(None, out, lse, None, (), None, (0, 0, 0), (), (None, None), 0, 0, is_prefill=True)
     query_rows = seqlen_q * (heads // heads_kv)
     tiles = -(-query_rows // ROWS)
     units = tiles * heads_kv
