@@ -203,7 +203,15 @@ def test_drawn(data, heads, page_size, mask):
 def test_long_queries():
     """Many tiles of query rows: more than a wave of CTAs."""
     sizes = dict(heads_kv=2, ratio=4, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)
+    verify(make([700, 1, 130], [900, 5, 100], page_size=7, **sizes), causal=True)
+
+
+def test_queries_of_a_prefill():
+    """By the forward kernels: pages, and a cache whose sequences are pages."""
+    sizes = dict(heads_kv=2, ratio=4, head_dim=128, head_dim_v=128, dtype=torch.bfloat16)
     verify(make([700, 1, 130], [900, 5, 100], page_size=16, **sizes), causal=True)
+    verify(make([200] * 3, [300, 250, 0], spare=4, permuted=True, ragged=False, **sizes), causal=True)
+    verify(make([200] * 3, [300, 250, 0], page_size=64, ragged=False, **sizes), window_size=(100, 0))
 
 
 def test_many_sequences():
