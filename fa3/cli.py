@@ -50,6 +50,11 @@ def parser() -> argparse.ArgumentParser:
     fill.add_argument("--head-dim", type=positive, metavar="D", help="only kernels for this head dim of Q and K")
     fill.add_argument("--head-dim-v", type=positive, metavar="D", help="head dim of V (default: that of Q and K)")
     fill.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only with (without) the causal mask")
+    fill.add_argument(
+        "--decode",
+        action=argparse.BooleanOptionalAction,
+        help="with (without) the kernels of attention to a cache; a preset has them or not, below",
+    )
     fill.add_argument("--jobs", type=positive, metavar="N", help="processes (default: one per CPU core, at most 8)")
     return root
 
