@@ -19,6 +19,7 @@ from fa3.kernels.forward.config import tile_for
 from fa3.launch import REFUSALS, remember
 from fa3.problem import KERNEL_DTYPES, check_chip
 from fa3.problem_kvcache import check_decode
+from fa3.problem_varlen import Sequences, existing
 from fa3.reference import LOG2_E, SMALLEST_SCALE
 from fa3.serving import Serving
 from fa3.tma import fitted, strides_for, why_copied
@@ -72,7 +73,7 @@ def forward(
     lse = q.new_empty(shape, dtype=float32)
     if plan.run is None:
         check_decode(q, k_cache, v_cache, serving, softmax_scale, sink, num_splits, split_size, out)
-        return _nothing(made, lse, sink, is_ragged)
+        return _nothing(made, lse, sink, s.cu_seqlens_q, out is not None)
     parts = None
     if plan.slots:
         parts = (
@@ -131,12 +132,17 @@ def _launch_on_copies(run: Callable[..., object], tensors: tuple[Tensor, ...], o
         out.copy_(place)
 
 
-def _nothing(out: Tensor, lse: Tensor, sink: Tensor | None, is_ragged: bool) -> tuple[Tensor, Tensor]:
-    """Where no query sees a key."""
+def _nothing(
+    out: Tensor, lse: Tensor, sink: Tensor | None, cu_seqlens_q: Tensor | None, is_given: bool
+) -> tuple[Tensor, Tensor]:
+    """Where no query sees a key. Of an out that was given only the rows of queries are written."""
     lse.fill_(-torch.inf)
     if sink is not None:
         lse.copy_(sink[:, None].expand_as(lse))
-    return out.zero_(), lse
+    if cu_seqlens_q is None or not is_given:
+        return out.zero_(), lse
+    rows = existing(Sequences(cu_seqlens_q, cu_seqlens_q, None, None, 0, 0), out.shape[0])
+    return out.masked_fill_(rows[:, None, None], 0.0), lse
 
 
 def _plan(
@@ -159,7 +165,7 @@ def _plan(
         softcap=variant.softcap > 0, sink=sink,
     )  # fmt: skip
     config = config_for(spec, batch, split_size)
-    if 0 in (q.numel(), batch, k_cache.numel(), v_cache.numel()):
+    if 0 in (q.numel(), batch, seqlen_q, k_cache.numel(), v_cache.numel()):
         return Plan(None, 0, 0, 0, 0, (0, 0, None), (None, None), 0, 0)
     query_rows = seqlen_q * (heads // heads_kv)
     tiles = -(-query_rows // ROWS)
@@ -174,7 +180,7 @@ def _plan(
         slots = 0 if num_splits == 1 else slots
     spec = Spec(**{**spec.__dict__, "splits": slots > 0, "granules": granule[0] is not None})
     left, right = (FAR if x < 0 else min(x, FAR) for x in (variant.window_left, variant.window_right))
-    window = left, 0 if variant.causal else right, variant.attention_chunk or None
+    window = left, 0 if variant.causal else right, min(variant.attention_chunk, FAR) or None
     run = load(spec, config)
     return Plan(
         run, slots * units, min(query_rows, ROWS), spec.head_dim_v, capacity, window, granule, tiles, shares
