@@ -139,13 +139,12 @@ class Decode:
 
         if warp >= CONSUMER_WARPS:
             source = Contiguous(line.batch) if spec.pages == 0 else Paged(table, mK.shape[1], line.batch)
-            # Other query tiles read the same keys.
-            policy = Int64(cutlass.select_(tiles > 1, Int64(STAYS), Int64(GOES)))
+            policy = Int64(cutlass.select_(tiles > 1, Int64(STAYS), Int64(GOES)))  # other query tiles read the same
             warp = warp - CONSUMER_WARPS
             q = Queries(mQ, self.tile(sQ, spec.head_dim, ROWS), q_ring, line, head_kv, warp, c.loaders(spec))
             k_data, v_data = self.tile(sK, spec.head_dim), self.tile(sV, spec.head_dim_v)
             if const_expr(gathers):
-                by_row = Rows(mK, k_data, k_ring, policy), Rows(mV, v_data, v_ring, policy)
+                by_row = Rows(mK, k_data, k_ring), Rows(mV, v_data, v_ring)
                 line.walk(part, RowLoader(q, *by_row, source, head_kv, c.tile_n, warp).run)
             else:
                 rows = spec.pages or c.tile_n

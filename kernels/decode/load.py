@@ -22,10 +22,7 @@ from .config import ROWS
 from .rows import Place
 
 PIECE = 16  # bytes of a cp.async
-STAYS, GOES = (
-    0x1000000000000000,
-    0x12F0000000000000,
-)  # what L2 is told of bytes: nothing, and that nobody reads them again
+STAYS, GOES = 0x1000000000000000, 0x12F0000000000000  # TMA's policies: none, and to leave L2 before others
 
 
 class Tile(NamedTuple):
@@ -78,14 +75,14 @@ class Queries(NamedTuple):
         self.ring.wait_empty(piece.nth)
         stage, columns = self.ring.stage(piece.nth), self.mQ.shape[3]
         a_row = self.tile.columns // 8
-        for n in cutlass.range_constexpr(ROWS * a_row // (LANES * self.warps)):
+        for n in cutlass.range(ROWS * a_row // (LANES * self.warps), unroll=4):
             x = (n * self.warps + self.warp) * LANES + cute.arch.lane_idx()
             i, c = x // a_row, x % a_row
             there = (i < place.count) & (8 * c < columns)
             offset = place.offset(self.mQ, cutlass.min(i, place.count - 1))
             address = self.mQ.iterator.toint() + 2 * offset + cutlass.select_(there, PIECE * c, 0)
             size = cutlass.select_(there, Int32(PIECE), Int32(0))
-            copy_async(self.tile.row(stage, 0, i) + self.tile.piece(i, c), address, size, STAYS)
+            copy_async(self.tile.row(stage, 0, i) + self.tile.piece(i, c), address, size)
         cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full + stage)
 
 
@@ -97,7 +94,7 @@ class Boxes(NamedTuple):
     tile: Tile
     ring: Ring
     rows: int  # of a box
-    policy: Int64
+    policy: Int64  # what L2 is told of the bytes
 
     @staticmethod
     def create(mX: cute.Tensor, swizzle, rows: int, width: int) -> tuple:
@@ -238,7 +235,6 @@ class Rows(NamedTuple):
     mX: cute.Tensor  # (page, row, head, column)
     tile: Tile
     ring: Ring
-    policy: Int64
 
     def address(self, page, row, head) -> Int64:
         mX = self.mX
@@ -309,5 +305,5 @@ class RowLoader(NamedTuple):
             there = (key >= piece.first) & (key < piece.end) & (8 * c < columns)
             to = tile.row(stage, 0, self.warp * self.share + nth) + tile.piece(self.warp * self.share + nth, c)
             address = cutlass.select_(there, source + PIECE * c, x.mX.iterator.toint())
-            copy_async(to, address, cutlass.select_(there, Int32(PIECE), Int32(0)), x.policy)
+            copy_async(to, address, cutlass.select_(there, Int32(PIECE), Int32(0)))
         cute.arch.cp_async_mbarrier_arrive_noinc(x.ring.full + stage)

@@ -64,10 +64,10 @@ def shared_here(*, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
-def copy_async(to: Int32, address: Int64, size: Int32, policy: Int64, *, loc=None, ip=None):
-    """cp.async.cg.shared.global: 16 bytes from global to shared memory, `size` of them read, the others 0; with what L2
-    is told about them.
+def copy_async(to: Int32, address: Int64, size: Int32, *, loc=None, ip=None):
+    """cp.async.cg.shared.global: 16 bytes from global to shared memory, `size` of them read, the others 0.
+
+    NOTE: with an L2 cache hint ptxas 13.0 makes an instruction of it that sm_90 refuses.
     """
-    operands = [Int32(to), Int64(address), Int32(size), Int64(policy)]
-    instruction = "cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2, $3;"
-    asm(None, operands, instruction, "r,l,r,l,~{memory}", loc, ip, stays=True)
+    operands = [Int32(to), Int64(address), Int32(size)]
+    asm(None, operands, "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r,~{memory}", loc, ip, stays=True)
