@@ -247,7 +247,7 @@ def _loaded(spec: Any, config: Any, shape: Shape, num_sms: int) -> Any:
 
     def run(q: Any, k: Any, v: Any, scales: Any, v_channel: Any) -> Any:
         tickets = torch.zeros(1, dtype=torch.int32, device="cuda") if config.dynamic else None
-        function(q, k, v, o, lse, scales, v_channel, None, tickets, scale_log2, num_sms)
+        function(q, k, v, o, lse, scales, v_channel, None, None, tickets, scale_log2, num_sms)
         return o
 
     run.output = o  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
 """Which Config a problem gets. docs/tuning.md has the measurements behind every number here."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -158,11 +159,12 @@ def config_for(
     return fixed if is_balanced else one_tile
 
 
-def ragged_config_for(spec: Spec, max_seqlen_q: int, max_seqlen_k: int) -> Config:
+def ragged_config_for(spec: Spec, max_seqlen_q: int, max_seqlen_k: int, page_size: int = 0) -> Config:
     """The Config for sequences none of which is longer than the two maxima: the tile of a batch of such. How the tiles
-    are spread is on the device alone.
+    are spread is on the device alone. page_size: of paged K and V, a multiple of 16.
     """
-    return _row_for(spec, max(1, max_seqlen_q), max(1, max_seqlen_k)).ragged()
+    config = _row_for(spec, max(1, max_seqlen_q), max(1, max_seqlen_k)).ragged()
+    return replace(config, box=math.gcd(page_size, config.tile_n)) if spec.paged else config
 
 
 def ragged_tiles(total_q: int, tile_m: int, heads: int, batch: int) -> int:
@@ -187,6 +189,28 @@ def all_configs() -> Iterator[tuple[Spec, Config]]:
         spec = Spec(dtype, *tile, causal, ragged=True)
         for size in row.sizes(causal):
             found[spec, size.ragged()] = None
+    yield from found
+
+
+# Of well-known models: a window, with sinks or a soft cap; layers of the same models that see all keys; chunks.
+VARIANTS: tuple[dict[str, Any], ...] = (
+    dict(causal=False, local="window"),
+    dict(causal=False, local="window", sink="bfloat16"),
+    dict(causal=False, local="window", softcap=True),
+    dict(causal=False, local="chunk"),
+    dict(causal=True, sink="bfloat16"),
+    dict(causal=True, softcap=True),
+)
+
+
+def variant_configs() -> Iterator[tuple[Spec, Config]]:
+    """The (Spec, Config) of VARIANTS. Other ones differ in the type of the sinks and in what they combine."""
+    found: dict[tuple[Spec, Config], None] = {}
+    for dtype, (head_dim, head_dim_v), variant, ragged in product(DTYPES, ROWS, VARIANTS, (False, True)):
+        spec = Spec(dtype, head_dim, head_dim_v, ragged=ragged, **variant)
+        for size in _sizes(spec, ROWS):
+            configs = [size.ragged()] if ragged else size.all_schedules(spec.causal)
+            found |= dict.fromkeys((spec, c) for c in configs)
     yield from found
 
 
@@ -218,13 +242,20 @@ def balance(m_blocks: int, sequences: int, num_sms: int) -> float:
 
 def _row_for(spec: Spec, seqlen_q: int, seqlen_k: int, accumulation: str = ACCUMULATIONS[0]) -> Row:
     rows = FP8_ROWS[accumulation] if spec.is_fp8 else ROWS
-    row, *smaller = rows[spec.head_dim, spec.head_dim_v].sizes(spec.causal)
+    row, *smaller = _sizes(spec, rows)
     for small in smaller:
         padding = _padding(row.config, small.config, seqlen_q, seqlen_k)
         if seqlen_k > row.small_to and padding <= PADDING[spec.causal]:
             break
         row = small
     return row
+
+
+def _sizes(spec: Spec, rows: dict[tuple[int, int], Row]) -> list[Row]:
+    """The tiles of a Spec, the largest first."""
+    sizes = rows[spec.head_dim, spec.head_dim_v].sizes(spec.causal or bool(spec.local))
+    # NOTE: with the ends of intervals kernels of 3 warpgroups spill, and a window is narrow beside 192 rows.
+    return [size for size in sizes if not spec.local or size.config.warpgroups < 3]
 
 
 def _padding(large: Config, small: Config, seqlen_q: int, seqlen_k: int) -> float:

@@ -16,6 +16,7 @@ from fa3 import launch, ops  # ops registers the operator
 from fa3.device import chip
 from fa3.heuristics import ACCUMULATIONS
 from fa3.problem import check_are_tensors, check_flags, check_later_arguments, check_scale, default_scale, split_packed
+from fa3.variant import variant_of
 
 if TYPE_CHECKING:
     from fa3.explanation import Explanation
@@ -51,6 +52,8 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     return_lse: bool = False,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
 ) -> Any:  # Tensor, or (Tensor, Tensor)
     """softmax(softmax_scale * Q K^T) V: FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608).
 
@@ -65,14 +68,22 @@ def flash_attn_func(
         q_descale, k_descale, v_descale: of FP8 only: (batch, heads_kv) in float32, any strides, None for 1: what q (all
             query heads of a KV head), k and v are multiplied with. `flash_attn_fp8_func` takes 16-bit tensors and is
             more accurate: its scales are per row of q and per 64 rows of k and v.
-        qv, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin: not supported yet: must hold their
-            defaults (pack_gqa may be False).
+        window_size: (left, right): query i, which stands at key i + seqlen_k - seqlen_q, sees no more than so many keys
+            before and behind that one; a negative number or None is no limit. causal makes right 0. Blocks of keys that
+            no query of a tile sees are not read. Of 16-bit tensors only, as are the three that follow.
+        attention_chunk: keys are cut into chunks of so many; a query sees those of the chunk that it stands in. 0: no
+            chunks.
+        softcap: scaled scores become softcap * tanh(score / softcap), to a relative error of 2^-11. 0: as they are.
+        learnable_sink, or s_aux: (heads,), float32, bfloat16 or float16: one more score a head, of no key and without a
+            value, that takes its share of every query's softmax.
+        qv, num_splits, pack_gqa, sm_margin: not supported yet: must hold their defaults (pack_gqa may be False).
         deterministic: the forward always is.
         return_attn_probs, return_lse: both mean: return (out, lse). The first is FlashAttention-3's name.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) in q's dtype (of FP8: bfloat16), contiguous; with return_lse also lse
-        (batch, heads, seqlen_q) in float32, the natural logarithm of the sum of the exponentials of the scaled scores.
+        (batch, heads, seqlen_q) in float32, the natural logarithm of the sum of the exponentials of the scaled scores,
+        of the sink too: of a query that sees no key it is the sink, or -inf.
 
     CPU tensors run `fa3.reference.tiled_attention` in the kernel's tile order, float32 and float64 too (lse is float64
     for float64), FP8 ones `fa3.reference_fp8.fp8_attention`. A call allocates out, lse where it is returned or has more
@@ -93,8 +104,19 @@ def flash_attn_func(
         or type(window_size) is not tuple or window_size != (-1, -1) or pack_gqa is not None
         or type(attention_chunk) is not int or attention_chunk != 0 or type(softcap) is not float or softcap != 0.0
         or type(num_splits) is not int or num_splits != 1 or type(sm_margin) is not int or sm_margin != 0
+        or learnable_sink is not None or s_aux is not None
     ):
-        check_later_arguments(qv, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin)
+        check_later_arguments(qv, num_splits, pack_gqa, sm_margin)
+        check_flags(causal=causal, return_attn_probs=return_attn_probs, return_lse=return_lse)
+        variant = variant_of(causal, window_size, attention_chunk, softcap)
+        if learnable_sink is not None or s_aux is not None or variant != (causal, -1, -1, 0, 0.0):
+            from fa3.interface_variant import dense
+
+            descales = (q_descale, k_descale, v_descale)
+            out, lse = dense(
+                q, k, v, descales, softmax_scale, variant, learnable_sink, s_aux, return_attn_probs or return_lse
+            )
+            return (out, lse) if return_attn_probs or return_lse else out
         if q_descale is not None or k_descale is not None or v_descale is not None:
             from fa3.interface_fp8 import with_descales
 

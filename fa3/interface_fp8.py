@@ -17,6 +17,7 @@ from fa3.problem import (
     check_descales_apply,
     check_flags,
     check_later_arguments,
+    check_no_variant,
     check_scale,
     check_tensors,
 )
@@ -73,7 +74,8 @@ def flash_attn_fp8_func(
 
     Raises: as `flash_attn_func`.
     """
-    check_later_arguments(None, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin)
+    check_no_variant(window_size, attention_chunk, softcap)
+    check_later_arguments(None, num_splits, pack_gqa, sm_margin)
     check_flags(deterministic=deterministic)
     _check_quantized_call(softmax_scale, causal, accumulation, return_attn_probs, return_lse)
     x = quantize_qkv(

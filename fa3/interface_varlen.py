@@ -15,7 +15,9 @@ from fa3.problem import (
     check_later_arguments,
     check_scale,
 )
+from fa3.problem_variant import Extras, sink_of, table_of
 from fa3.problem_varlen import Sequences, bound_of, check_ragged, default_scale
+from fa3.variant import Variant, variant_of
 
 
 def flash_attn_varlen_func(
@@ -23,7 +25,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | Tensor | None,
     max_seqlen_k: int | Tensor | None,
     seqused_q: Tensor | None = None,
@@ -45,6 +47,10 @@ def flash_attn_varlen_func(
     *,
     return_lse: bool = False,
     out: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    page_table: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> Any:  # Tensor, or (Tensor, Tensor)
     """`flash_attn_func` of many sequences at once, each to itself, of lengths that only the device need know.
 
@@ -64,18 +70,24 @@ def flash_attn_varlen_func(
             lies behind them is padding: never read, and in out never written.
         softmax_scale: finite, >= 0; by default 1 / sqrt(head_dim).
         causal: query i of a sequence sees its key j where j <= i + its keys - its queries (bottom-right), else all.
+        page_table, or block_table: (batch, width) in int32 on q's device, any strides. Then k and v are pools of pages,
+            (pages, page_size, heads_kv, head_dim) and (pages, page_size, heads_kv, head_dim_v), any strides that TMA
+            takes (they are not copied), cu_seqlens_k is None, and sequence b has seqused_k[b] keys, which lie in the
+            pages page_table[b, :] one after the other. Entries behind its last page are not read, nor are the pages.
+            page_size is a multiple of 16 on a GPU.
         out: (total_q, heads, head_dim_v) in q's dtype, on its device, with a contiguous last dimension: the result is
             written into it, and it is returned. It must not overlap q, k or v.
-        qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin: not
-            supported here yet: must hold their defaults (pack_gqa may be False).
+        window_size, attention_chunk, softcap, learnable_sink, s_aux: as in `flash_attn_func`, of each sequence alone.
+        qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, sm_margin: not supported here yet: must hold their
+            defaults (pack_gqa may be False).
         deterministic: the forward always is.
         return_attn_probs, return_lse: both mean: return (out, lse). The first is FlashAttention-3's name.
 
     Returns:
         out (total_q, heads, head_dim_v) in q's dtype; with return_lse also lse (heads, total_q) in float32, the natural
         logarithm of the sum of the exponentials of the scaled scores. A query that sees no key has output 0 and LSE
-        -inf. Rows of q that are no queries have, with seqused_q, output 0 and LSE -inf too. Without seqused_q only
-        rows before cu_seqlens_q[0] and from cu_seqlens_q[-1] on are no queries, and there both are uninitialised
+        -inf, or the sink. Rows of q that are no queries have, with seqused_q, output 0 and LSE -inf. Without seqused_q
+        only rows before cu_seqlens_q[0] and from cu_seqlens_q[-1] on are no queries, and there both are uninitialised
         memory, as in FlashAttention-3. A given out keeps what it holds in rows that are no queries.
 
     Nothing waits for the device. What cu_seqlens and seqused hold may change between replays of a CUDA graph; make one
@@ -89,16 +101,30 @@ def flash_attn_varlen_func(
         NotImplementedError: an argument is not supported yet, or an input requires a gradient while gradients are on.
         fa3.kernels.compile.CompilerMissing, LoaderMissing: as in `flash_attn_func`.
     """
-    check_later_arguments(qv, window_size, attention_chunk, softcap, num_splits, pack_gqa, sm_margin)
+    check_later_arguments(qv, num_splits, pack_gqa, sm_margin)
     check_flags(causal=causal, return_attn_probs=return_attn_probs, return_lse=return_lse)
     if softmax_scale is not None and not isinstance(softmax_scale, float):
         check_scale(softmax_scale)
         softmax_scale = float(softmax_scale)
     bounds = bound_of("max_seqlen_q", max_seqlen_q), bound_of("max_seqlen_k", max_seqlen_k)
-    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *bounds)
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *bounds)  # type: ignore[arg-type]
     if q_descale is not None or k_descale is not None or v_descale is not None:
         check_descales_apply(q, q_descale, k_descale, v_descale)
         check_ragged(q, k, v, sequences)  # says that FP8 comes later
+    # fmt: off
+    if (  # by type too: an array would compare element by element, a CUDA tensor would wait for the device
+        type(window_size) is not tuple or window_size != (-1, -1) or type(attention_chunk) is not int
+        or attention_chunk != 0 or type(softcap) is not float or softcap != 0.0
+        or learnable_sink is not None or s_aux is not None or page_table is not None or block_table is not None
+    ):
+        variant, sink = variant_of(causal, window_size, attention_chunk, softcap), sink_of(learnable_sink, s_aux)
+        extras = Extras(variant, sink, table_of(page_table, block_table))
+        if sink is not None or extras.page_table is not None or variant != Variant(causal):
+            from fa3.interface_variant import varlen
+
+            made, lse = varlen(q, k, v, sequences, softmax_scale, extras, out)
+            return (made, lse) if return_attn_probs or return_lse else made
+    # fmt: on
     if ops_varlen.is_plain(q, k, v, sequences, out):
         made, lse = launch_varlen.forward(q, k, v, sequences, softmax_scale, causal, out)
         if out is not None and not out.is_inference():

@@ -21,6 +21,7 @@ from fa3.kernels.compile import load
 from fa3.problem import (
     FP8,
     MAX_SCALE,
+    Problem,
     check_chip,
     check_scale,
     check_sizes,
@@ -85,10 +86,10 @@ def forward(
         # NOTE: a counter of its own for every call: one that calls share would tie their streams together.
         tickets = zeros_like(tickets)
     try:
-        run(q, k, v, out, lse, None, None, None, tickets, scale_log2, num_sms)
+        run(q, k, v, out, lse, None, None, None, None, tickets, scale_log2, num_sms)
     except REFUSALS:
         check_tensors(q, k, v)
-        run(fitted(q), fitted(k), fitted(v), out, lse, None, None, None, tickets, scale_log2, num_sms)
+        run(fitted(q), fitted(k), fitted(v), out, lse, None, None, None, None, tickets, scale_log2, num_sms)
     return out, lse
 
 
@@ -100,8 +101,11 @@ def remember(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool, keeps_lse: bool) -> Plan:
-    scale = default_scale(q)
-    problem = problem_of(q, k, v, scale, causal)
+    return plan_of(problem_of(q, k, v, default_scale(q), causal), q, keeps_lse)
+
+
+def plan_of(problem: Problem, q: Tensor, keeps_lse: bool) -> Plan:
+    """The Plan of a validated call."""
     found = chip(q.get_device())
     check_chip(found)
     config = config_of(problem, found.num_sms)
@@ -111,7 +115,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool, keeps_lse: bool) -> Pla
     tickets = _without_memory(q, (1,), int32) if config.dynamic else None
     spare = None if keeps_lse or problem.is_empty else _spare(q.device, problem.lse_shape)
     lse = _without_memory(q, problem.lse_shape, float32) if spare is None else spare
-    return Plan(run, out, lse, spare is None, tickets, scale * LOG2_E, found.num_sms)
+    return Plan(run, out, lse, spare is None, tickets, default_scale(q) * LOG2_E, found.num_sms)
 
 
 def _fresh(size: int, device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     rows: int  # of one
     part_columns: int
     capacity: int  # keys of a sequence
-    window: tuple[int, int, int | None]
+    window: tuple
     granule: tuple[int, int] | tuple[None, None]
     tiles: int
     shares: int
@@ -166,7 +166,7 @@ def _plan(
     )  # fmt: skip
     config = config_for(spec, batch, split_size)
     if 0 in (q.numel(), batch, seqlen_q, k_cache.numel(), v_cache.numel()):
-        return Plan(None, 0, 0, 0, 0, (0, 0, None), (None, None), 0, 0)
+        return Plan(None, 0, 0, 0, 0, (), (None, None), 0, 0)
     query_rows = seqlen_q * (heads // heads_kv)
     tiles = -(-query_rows // ROWS)
     units = tiles * heads_kv
@@ -180,7 +180,9 @@ def _plan(
         slots = 0 if num_splits == 1 else slots
     spec = Spec(**{**spec.__dict__, "splits": slots > 0, "granules": granule[0] is not None})
     left, right = (FAR if x < 0 else min(x, FAR) for x in (variant.window_left, variant.window_right))
-    window = left, 0 if variant.causal else right, min(variant.attention_chunk, FAR) or None
+    window: tuple = left, 0 if variant.causal else right
+    if variant.attention_chunk:
+        window = window, min(variant.attention_chunk, FAR)
     run = load(spec, config)
     return Plan(
         run, slots * units, min(query_rows, ROWS), spec.head_dim_v, capacity, window, granule, tiles, shares

@@ -80,7 +80,7 @@ def _run(plan: Plan, x: QuantizedQKV, out: Tensor, lse: Tensor, scale_log2: floa
     assert plan.run is not None
     prepared, tickets = prepare(x)
     scales = (prepared.q_scale, prepared.kv, prepared.v_max, prepared.q_rows)
-    optional = (x.v_channel_scale, None, tickets if plan.is_dynamic else None)
+    optional = (x.v_channel_scale, None, None, tickets if plan.is_dynamic else None)
     others = (out, lse, scales, *optional, scale_log2, plan.num_sms)
     try:
         plan.run(x.q, x.k, x.v, *others)

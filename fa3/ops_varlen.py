@@ -74,8 +74,7 @@ def _cpu(*arguments: Any) -> Result:
         check_out(q, v, out)
     rows = rows_of(sequences, problem.total_q, problem.total_k)
     config = ragged_config_for(problem.spec, sequences.max_seqlen_q, sequences.max_seqlen_k)
-    tile = dict(tile_m=config.tile_m, tile_n=config.tile_n)
-    made, lse = ragged_attention(q, k, v, rows, softmax_scale, causal, **tile)
+    made, lse = ragged_attention(q, k, v, rows, softmax_scale, causal, tile_m=config.tile_m, tile_n=config.tile_n)
     lse = lse.to(ops.lse_dtype(q.dtype)).contiguous()
     if out is None:
         return made.contiguous(), lse

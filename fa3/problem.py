@@ -208,30 +208,26 @@ def check_descales_apply(q: Tensor, q_descale: object, k_descale: object, v_desc
             raise NotImplementedError(f"{name} is for {FP8}, q has dtype {q.dtype}; allowed: None, got {kind}")
 
 
-def check_later_arguments(
-    qv: object,
-    window_size: object,
-    attention_chunk: object,
-    softcap: object,
-    num_splits: object,
-    pack_gqa: object,
-    sm_margin: object,
-) -> None:
+def check_later_arguments(qv: object, num_splits: object, pack_gqa: object, sm_margin: object) -> None:
     """Arguments of FlashAttention-3 that exist here for the callers' sake and may only hold their neutral value yet."""
     if qv is not None:
         raise NotImplementedError(f"qv is not supported yet; allowed: None, got {type(qv).__name__}")
-    if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
-        raise NotImplementedError(f"window_size={window_size!r} is not supported yet; allowed: (-1, -1), no window")
-    for name, value, neutral in (
-        ("attention_chunk", attention_chunk, 0),
-        ("softcap", softcap, 0.0),
-        ("num_splits", num_splits, 1),
-        ("sm_margin", sm_margin, 0),
-    ):
-        if not isinstance(value, (int, float)) or value != neutral:
-            raise NotImplementedError(f"{name}={value!r} is not supported yet; allowed: {neutral}")
+    _check_neutral(("num_splits", num_splits, 1), ("sm_margin", sm_margin, 0))
     if pack_gqa is not None and pack_gqa is not False:
         raise NotImplementedError(f"pack_gqa={pack_gqa!r} is not supported yet; allowed: None or False")
+
+
+def check_no_variant(window_size: object, attention_chunk: object, softcap: object) -> None:
+    """Where nothing but plain attention exists yet."""
+    if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
+        raise NotImplementedError(f"window_size={window_size!r} is not supported yet; allowed: (-1, -1), no window")
+    _check_neutral(("attention_chunk", attention_chunk, 0), ("softcap", softcap, 0.0))
+
+
+def _check_neutral(*arguments: tuple[str, object, float]) -> None:
+    for name, value, neutral in arguments:
+        if not isinstance(value, (int, float)) or value != neutral:
+            raise NotImplementedError(f"{name}={value!r} is not supported yet; allowed: {neutral}")
 
 
 def split_packed(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:

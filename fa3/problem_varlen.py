@@ -33,7 +33,7 @@ class Sequences(NamedTuple):
     """Where the sequences lie and how long they are: int32 tensors on the device of q, of `batch` sequences."""
 
     cu_seqlens_q: Tensor  # (batch + 1,)
-    cu_seqlens_k: Tensor  # (batch + 1,)
+    cu_seqlens_k: Tensor  # (batch + 1,); None of paged ones
     seqused_q: Tensor | None  # (batch,)
     seqused_k: Tensor | None  # (batch,)
     max_seqlen_q: int  # or SymInt
@@ -139,7 +139,7 @@ def _check_sequences(sequences: Sequences, device: torch.device) -> None:
 def check_out(q: Tensor, v: Tensor, out: Tensor) -> None:
     """A tensor that the result may be written into; q and v are valid."""
     check_are_tensors(out=out)
-    shape = (*q.shape[:2], v.shape[2])
+    shape = (*q.shape[:2], v.shape[-1])
     if tuple(out.shape) != shape:
         raise ValueError(f"out must have shape (total_q, heads, head_dim_v), {shape}, got {tuple(out.shape)}")
     if out.dtype != q.dtype:
@@ -203,9 +203,13 @@ def rows_of(sequences: Sequences, total_q: int, total_k: int) -> list[tuple[rang
 
     Causal calls count positions from the ends of these.
     """
-    s = sequences
-    of_q = _rows("q", s.cu_seqlens_q, s.seqused_q, total_q)
+    s, of_q = sequences, queries_of(sequences, total_q)
     return list(zip(of_q, _rows("k", s.cu_seqlens_k, s.seqused_k, total_k), strict=True))
+
+
+def queries_of(sequences: Sequences, total_q: int) -> list[range]:
+    """The rows of each sequence's queries, likewise."""
+    return list(_rows("q", sequences.cu_seqlens_q, sequences.seqused_q, total_q))
 
 
 def _rows(side: str, offsets: Tensor, used: Tensor | None, total: int) -> Iterator[range]:

@@ -7,13 +7,17 @@ cuts, the three agree to rounding.
 
 One text serves NumPy and PyTorch: the operations come from the module of the inputs, `xp`, which is numpy or torch,
 and only names that mean the same in both are used (torch takes `axis` and `keepdims`). Three helpers hide what
-differs: `_cast`, `_sees` and `_full`.
+differs: `_cast`, `_numbers` and `_full`.
 
 Shapes everywhere: q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq). Hq
 is a multiple of Hkv, query head h reads KV head h // (Hq / Hkv). Causal is aligned bottom-right: query i sees key j
 where j <= i + Sk - Sq. A query that sees no key has out 0 and lse -inf; any length may be 0. lse is the natural
 logarithm of the sum of the exponentials of the scaled scores. 16-bit inputs are worked on in float32 (lse is float32,
 out of the inputs' type), others in their own type.
+
+`variant` says which keys a query sees, in the place of `causal`, and whether scores are capped. `sink` (Hq) is one more
+score a head, of no key and without a value, that takes its share of the softmax: lse includes it, and is the sink's
+value for a query that sees no key.
 """
 
 import math
@@ -23,6 +27,8 @@ from typing import Any
 import numpy
 import torch
 
+from fa3.variant import Variant
+
 Array = Any  # numpy.ndarray or torch.Tensor; q, k and v of one kind, type and device
 
 LOG2_E = math.log2(math.e)
@@ -30,8 +36,9 @@ SMALLEST_SCALE = 2.0**-126  # stands for 0, which would make NaN of a masked sco
 
 
 def attention(
-    q: Array, k: Array, v: Array, softmax_scale: float | None = None, causal: bool = False
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, softmax_scale: float | None = None, causal: bool = False, *,
+    variant: Variant | None = None, sink: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """softmax(scale * Q K^T) V with the whole matrix in memory; softmax_scale >= 0, by default 1 / sqrt(D).
 
     On 16-bit tensors this is the formula as plain PyTorch evaluates it: the scores, P and the output are each rounded
@@ -40,17 +47,27 @@ def attention(
     """
     xp, scale = _namespace(q), _scale(q, softmax_scale)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    variant = variant or Variant(causal)
     out, lse = _nothing(q, v)
     if seqlen_k == 0:
-        return out, lse
+        return _with_sink(out, lse, sink)
     heads_q, heads_k, heads_v = _by_head(q, k, v)
-    scores = _widen(xp.matmul(heads_q, xp.swapaxes(heads_k, -1, -2)) * scale)
-    if causal:
-        visible = _sees(q, range(seqlen_q), range(seqlen_k), seqlen_k - seqlen_q)
-        scores = xp.where(visible, scores, -math.inf)
-    row_max = _finite(xp.amax(scores, axis=-1, keepdims=True))
+    scores = xp.matmul(heads_q, xp.swapaxes(heads_k, -1, -2)) * scale
+    if variant.softcap:
+        scores = xp.tanh(scores / variant.softcap) * variant.softcap
+    scores = _widen(scores)
+    rows, keys = range(seqlen_q), range(seqlen_k)
+    if _hides(variant, rows, keys, seqlen_q, seqlen_k):
+        scores = xp.where(_sees(q, variant, rows, keys, seqlen_q, seqlen_k), scores, -math.inf)
+    largest = xp.amax(scores, axis=-1, keepdims=True)
+    if sink is not None:
+        sinks = _by_group(sink, lse, k.shape[2])
+        largest = xp.maximum(largest, sinks)
+    row_max = _finite(largest)
     p = xp.exp(scores - row_max)
     row_sum = xp.sum(p, axis=-1, keepdims=True)
+    if sink is not None:
+        row_sum = row_sum + xp.exp(sinks - row_max)
     out[:] = _ungroup(xp.matmul(_cast(p / _positive(row_sum), q.dtype), heads_v))
     log_sum = xp.where(row_sum == 0, -math.inf, xp.log(_positive(row_sum)))
     lse[:] = _ungroup(row_max + log_sum)[..., 0].swapaxes(1, 2)
@@ -66,18 +83,22 @@ def tiled_attention(
     *,
     tile_m: int = 128,
     tile_n: int = 128,
+    variant: Variant | None = None,
+    sink: Array | None = None,
 ) -> tuple[Array, Array]:
     """Online softmax over blocks of tile_n keys for every tile_m queries, in the order and with the roundings of the
     kernel.
 
-    Blocks go from the last key that the tile may see to the first. Scores are float32 products of the 16-bit inputs,
-    exponentials are base 2 with the scale folded in, the row sum takes p before it is rounded, P is rounded to the
-    inputs' type for P V, O stays in float32, is rescaled for every block and divided once at the end.
+    Blocks go from the last key that the tile may see to the first one. Scores are float32 products of the 16-bit
+    inputs, exponentials are base 2 with the scale folded in, the row sum takes p before it is rounded, P is rounded
+    to the inputs' type for P V, O stays in float32, is rescaled for every block and divided once at the end.
     NOTE: the exponent is (score - max) * scale_log2. The kernel's fused multiply-add of score * scale_log2 - max *
     scale_log2 differs from it by a factor close to 1 that a whole row shares; two separate products would lose what
     the fusion keeps.
     """
-    out, lse = _tiles(q, k, v, _scale(q, softmax_scale), causal, 0, k.shape[1], tile_m, tile_n)
+    variant = variant or Variant(causal)
+    out, lse = _tiles(q, k, v, _scale(q, softmax_scale), variant, 0, k.shape[1], tile_m, tile_n)
+    out, lse = _with_sink(out, lse, sink)
     return _cast(out, q.dtype), lse
 
 
@@ -91,6 +112,8 @@ def ragged_attention(
     *,
     tile_m: int = 128,
     tile_n: int = 128,
+    variant: Variant | None = None,
+    sink: Array | None = None,
 ) -> tuple[Array, Array]:
     """tiled_attention of each sequence alone: q (total_q, Hq, D), k and v (total_k, Hkv, D | Dv), and of each sequence
     the rows of its queries and of its keys.
@@ -102,7 +125,40 @@ def ragged_attention(
     for queries, keys in sequences:
         at, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         parts = q[None, at], k[None, seen], v[None, seen]
-        out[:, at], lse[:, :, at] = tiled_attention(*parts, softmax_scale, causal, tile_m=tile_m, tile_n=tile_n)
+        out[:, at], lse[:, :, at] = tiled_attention(
+            *parts, softmax_scale, causal, tile_m=tile_m, tile_n=tile_n, variant=variant, sink=sink
+        )
+    return out[0], lse[0]
+
+
+def paged_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    sequences: Sequence[tuple[range, int]],
+    page_table: Array,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    tile_m: int = 128,
+    tile_n: int = 128,
+    variant: Variant | None = None,
+    sink: Array | None = None,
+) -> tuple[Array, Array]:
+    """tiled_attention of each sequence alone: q (total_q, Hq, D), k and v (pages, page_size, Hkv, D | Dv), and of each
+    sequence the rows of its queries and the number of its keys, which lie in the pages page_table[b] one after the
+    other.
+
+    Returns out (total_q, Hq, Dv) and lse (Hq, total_q) as ragged_attention does. Only keys of sequences are read.
+    """
+    out, lse = _nothing(q[None], v)
+    for b, (queries, length) in enumerate(sequences):
+        at, used = slice(queries.start, queries.stop), -(-length // k.shape[1])
+        pages = [int(page) for page in page_table[b, :used]]
+        keys, values = (x[pages].reshape(1, -1, *x.shape[2:])[:, :length] for x in (k, v))
+        out[:, at], lse[:, :, at] = tiled_attention(
+            q[None, at], keys, values, softmax_scale, causal, tile_m=tile_m, tile_n=tile_n, variant=variant, sink=sink
+        )
     return out[0], lse[0]
 
 
@@ -117,11 +173,14 @@ def split_attention(
     boundaries: Sequence[int] | None = None,
     tile_m: int = 128,
     tile_n: int = 128,
+    variant: Variant | None = None,
+    sink: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention to parts of the keys, merged. boundaries (ascending, inside 0..Sk) are the cuts; else num_splits even
     parts.
 
-    The parts keep O unrounded, as the kernels do between the split and the merge. A part may be empty.
+    The parts keep O unrounded, as the kernels do between the split and the merge. A part may be empty. The sink counts
+    once.
     """
     scale, seqlen_k = _scale(q, softmax_scale), k.shape[1]
     _check_positive(num_splits=num_splits)
@@ -130,8 +189,9 @@ def split_attention(
     cuts = [0, *boundaries, seqlen_k]
     if sorted(cuts) != cuts:
         raise ValueError(f"boundaries {list(boundaries)} must ascend inside 0..{seqlen_k}")
-    parts = [_tiles(q, k, v, scale, causal, start, stop, tile_m, tile_n) for start, stop in zip(cuts, cuts[1:])]
-    out, lse = merge([o for o, _ in parts], [lse for _, lse in parts])
+    variant = variant or Variant(causal)
+    parts = [_tiles(q, k, v, scale, variant, start, stop, tile_m, tile_n) for start, stop in zip(cuts, cuts[1:])]
+    out, lse = _with_sink(*merge([o for o, _ in parts], [lse for _, lse in parts]), sink)
     return _cast(out, q.dtype), lse
 
 
@@ -160,32 +220,35 @@ def _check_positive(**numbers: int) -> None:
             raise ValueError(f"{name} is {number}; allowed: 1 and more")
 
 
-def _tiles(q, k, v, scale: float, causal: bool, start: int, stop: int, tile_m: int, tile_n: int):
+def _tiles(q, k, v, scale: float, variant: Variant, start: int, stop: int, tile_m: int, tile_n: int):
     """tiled_attention to the keys start..stop, out not yet rounded."""
     _check_positive(tile_m=tile_m, tile_n=tile_n)
-    xp, seqlen_q = _namespace(q), q.shape[1]
+    xp, seqlen_q, seqlen_k = _namespace(q), q.shape[1], k.shape[1]
     heads_q, heads_k, heads_v = (_widen(x) for x in _by_head(q, k, v))
-    shift = k.shape[1] - seqlen_q if causal else None
+    scale_log2 = (variant.softcap or scale) * LOG2_E
     out, lse = _nothing(_widen(q), v)
     for row in range(0, seqlen_q, tile_m):
         rows = range(row, min(row + tile_m, seqlen_q))
         tile = slice(rows.start, rows.stop)
-        end = stop if shift is None else min(stop, rows.stop + shift)  # no row of the tile sees a key from here on
-        keys = range(start, max(start, end))
+        first, _ = variant.interval(rows[0], seqlen_q, seqlen_k)
+        _, end = variant.interval(rows[-1], seqlen_q, seqlen_k)
+        keys = range(max(start, first), max(start, first, min(stop, end)))  # what a row of the tile may see
         acc, row_max, row_sum = _online(
-            heads_q[..., tile, :], heads_k, heads_v, scale * LOG2_E, rows, keys, shift, tile_n, q.dtype
+            heads_q[..., tile, :], heads_k, heads_v, scale, variant, rows, keys, (seqlen_q, seqlen_k), tile_n, q.dtype
         )
         out[:, tile] = _ungroup(acc / _positive(row_sum))
         log_sum = xp.where(row_sum == 0, -math.inf, xp.log2(_positive(row_sum)))
-        lse[:, :, tile] = _ungroup((row_max * (scale * LOG2_E) + log_sum) * math.log(2))[..., 0].swapaxes(1, 2)
+        lse[:, :, tile] = _ungroup((row_max * scale_log2 + log_sum) * math.log(2))[..., 0].swapaxes(1, 2)
     return out, lse
 
 
 def _online(
-    queries, heads_k, heads_v, scale_log2: float, rows: range, keys: range, shift: int | None, tile_n: int, dtype
-):
+    queries, heads_k, heads_v, scale: float, variant: Variant, rows: range, keys: range, lengths: tuple[int, int],
+    tile_n: int, dtype,
+):  # fmt: skip
     """The block loop of one query tile: O not normalised, row maximum (0 for a row without a key), row sum."""
     xp = _namespace(queries)
+    scale_log2 = (variant.softcap or scale) * LOG2_E
     acc = _full(queries, (*queries.shape[:-1], heads_v.shape[-1]), 0.0)
     row_sum = _full(queries, (*queries.shape[:-1], 1), 0.0)
     row_max = _full(queries, (*queries.shape[:-1], 1), -math.inf)
@@ -193,8 +256,10 @@ def _online(
     for block in reversed(blocks):
         left, right = max(keys.start, block * tile_n), min(keys.stop, (block + 1) * tile_n)
         scores = xp.matmul(queries, xp.swapaxes(heads_k[..., left:right, :], -1, -2))
-        if shift is not None and right - 1 > rows.start + shift:
-            scores = xp.where(_sees(queries, rows, range(left, right), shift), scores, -math.inf)
+        if variant.softcap:
+            scores = xp.tanh(scores * (scale / variant.softcap))
+        if _hides(variant, rows, range(left, right), *lengths):
+            scores = xp.where(_sees(queries, variant, rows, range(left, right), *lengths), scores, -math.inf)
         new_max = xp.maximum(row_max, xp.amax(scores, axis=-1, keepdims=True))
         base = _finite(new_max)
         p = xp.exp2((scores - base) * scale_log2)
@@ -218,11 +283,46 @@ def _widen(x: Array) -> Array:
     return _cast(x, _namespace(x).float32) if x.dtype.itemsize == 2 else x
 
 
-def _sees(like: Array, rows: range, keys: range, shift: int) -> Array:
-    """Which of the queries `rows` sees which of `keys` under a causal mask: (rows, keys) of bool."""
-    options = {"device": like.device} if isinstance(like, torch.Tensor) else {}
-    i, j = (_namespace(like).arange(x.start, x.stop, **options) for x in (rows, keys))
-    return j[None, :] <= i[:, None] + shift
+def _hides(variant: Variant, rows: range, keys: range, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether one of the queries `rows` does not see one of `keys`: both ends of what they see grow with them."""
+    if not rows:
+        return False
+    first, _ = variant.interval(rows[-1], seqlen_q, seqlen_k)
+    _, end = variant.interval(rows[0], seqlen_q, seqlen_k)
+    return first > keys.start or end < keys.stop
+
+
+def _sees(like: Array, variant: Variant, rows: range, keys: range, seqlen_q: int, seqlen_k: int) -> Array:
+    """Which of the queries `rows` sees which of `keys`: (rows, keys) of bool."""
+    intervals = [variant.interval(i, seqlen_q, seqlen_k) for i in rows]
+    first, end = (_numbers(like, [x[side] for x in intervals])[:, None] for side in (0, 1))
+    j = _numbers(like, list(keys))[None, :]
+    return (first <= j) & (j < end)
+
+
+def _numbers(like: Array, values: list[int]) -> Array:
+    """Whole numbers on the device of an array."""
+    if isinstance(like, torch.Tensor):
+        return torch.tensor(values, dtype=torch.int64, device=like.device)
+    return numpy.array(values, numpy.int64)
+
+
+def _by_group(sink: Array, lse: Array, heads_kv: int) -> Array:
+    """The sinks beside scores (B, Hkv, Hq / Hkv, Sq, Sk), in the type of lse."""
+    return _cast(sink, lse.dtype).reshape(1, heads_kv, -1, 1, 1)
+
+
+def _with_sink(out: Array, lse: Array, sink: Array | None) -> tuple[Array, Array]:
+    """out (B, Sq, Hq, Dv) and lse (B, Hq, Sq) with one more score in the softmax, without a value."""
+    if sink is None:
+        return out, lse
+    xp, sinks = _namespace(out), _cast(sink, lse.dtype)[None, :, None]
+    base = xp.clip(_finite(xp.maximum(lse, sinks)), None, float(numpy.finfo(numpy.float32).max))
+    seen = xp.exp(lse - base)
+    total = seen + xp.exp(sinks - base)
+    joined = xp.where(total == 0, -math.inf, xp.maximum(lse, sinks) + xp.log(_positive(total)))
+    share = xp.swapaxes(seen / _positive(total), 1, 2)[..., None]
+    return out * _cast(share, out.dtype), joined
 
 
 def _full(like: Array, shape: tuple[int, ...], value: float) -> Array:

@@ -192,6 +192,16 @@ def merge_calls():
     }
 
 
+def sinks():
+    """Name -> sinks of 4 heads."""
+    return {
+        "right": Tensor((4,), FLOAT32),
+        "shape": Tensor((3,), FLOAT32),
+        "dtype": Tensor((4,), BFLOAT16),
+        "device": Tensor((4,), FLOAT32, device=1),
+    }
+
+
 def main() -> None:
     folder = tempfile.mkdtemp()
     source, library = Path(folder, "stubs.c"), Path(folder, "stubs.so")
@@ -213,10 +223,10 @@ def main() -> None:
     seen, count = (ctypes.c_int * 64).in_dll(stubs, "seen"), ctypes.c_int.in_dll(stubs, "count")
     results = {}
 
-    def note(name, run, tensors, lists=None, tickets=None):
+    def note(name, run, tensors, lists=None, tickets=None, variant=None):
         count.value, error = 0, ""
         try:
-            run(*map(tvm_ffi.from_dlpack, tensors), None, None, lists, tickets, 0.1, 132)
+            run(*map(tvm_ffi.from_dlpack, tensors), None, None, lists, variant, tickets, 0.1, 132)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
         results[name] = (error, seen[: count.value])
@@ -243,6 +253,12 @@ def main() -> None:
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
             results[f"{kind}: {name}"] = (error, seen[: count.value])
+    right = calls()["right"]
+    run = compile.load(Spec("bfloat16", 64, 64, False, local="window", softcap=True), Config(2, 128))
+    note("window", run, right, variant=(5, 2**31 - 2, 1, 0.5, None))
+    run = compile.load(Spec("bfloat16", 64, 64, True, sink="float32"), Config(2, 128))
+    for name, sink in sinks().items():
+        note(f"sink: {name}", run, right, variant=(0, 0, 1, 1.0, tvm_ffi.from_dlpack(sink)))
     print(json.dumps(results))
 
 

@@ -15,8 +15,9 @@ from fa3.kernels.decode.config import GATHER
 from tests.forward_machine import BLANK, Memory, param_sizes, tensor_map, view, words
 from tests.plain_machine import PlainWarp, divisor, tensor
 from tests.ptx_machine import Cta
+from tests.ptx_numbers import floats
 from tests.ptx_program import Trace, parse
-from tests.ptx_warp import LANES, floats
+from tests.ptx_warp import LANES
 
 ENTRY = ".visible .entry"
 MERGE_THREADS = 128
@@ -111,7 +112,8 @@ def run(
     for x in (lse, *(parts or ())):
         x.fill_(torch.nan)
     memory, heads_kv, batch = Memory(), k.shape[2], lists[-1]
-    numbers = [words(int(x)) for x in lists[6:]] + [words(int(x)) for x in window if x is not None]
+    (left, right), *chunk = window if isinstance(window[0], tuple) else (window,)
+    numbers = [words(int(x)) for x in (*lists[6:], left, right, *chunk)]
     numbers += [words(config.tile_n)] + [words(int(x)) for x in (granule, splits) if x is not None]
     params = [tensor(memory, q), tensor(memory, out), tensor(memory, lse, False)]
     if parts is not None:

@@ -60,10 +60,12 @@ def view(placed: Tensor, t: torch.Tensor, sizes: int, strides: int) -> np.ndarra
 
 
 def forward(
-    spec, config, q, k, v, scale, *, num_sms=4, scales=None, v_channel=None, seed=None, edit=lambda ptx: ptx, trace=None
+    spec, config, q, k, v, scale, *, num_sms=4, scales=None, v_channel=None, numbers=None, seed=None,
+    edit=lambda ptx: ptx, trace=None,
 ):  # fmt: skip
-    """out, lse of the kernel. v as the kernel takes it; scales (q_scale, kv, v_max, q_rows) of FP8; edit changes the
-    kernel before it runs; seed draws the order of its warps; trace takes what it did.
+    """out, lse of the kernel. v as the kernel takes it; scales (q_scale, kv, v_max, q_rows) of FP8; numbers of a
+    variant, whose softmax has the scale `scale`; edit changes the kernel before it runs; seed draws the order of its
+    warps; trace takes what it did.
     """
     memory = Memory()
     batch, seqlen_q, heads, _ = q.shape
@@ -83,6 +85,10 @@ def forward(
         params.append(np.array([memory.place(tickets).address], np.int64).view(np.uint8))
     tiles, sizes = launch_sizes(spec, config, q, k)
     params += [BLANK, BLANK, words(float(np.float32(scale * LOG2_E))), *(words(size) for size in sizes)]
+    if numbers is not None:
+        *values, sink = numbers
+        params += [words(value) for value in values]
+        params += [] if sink is None else [view(memory.place(sink), sink, 1, 1)]
     ptx = ptx_of(spec, config)
     for size, raw in zip(param_sizes(ptx), params, strict=True):
         assert size == len(raw) or raw is BLANK

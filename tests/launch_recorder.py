@@ -25,6 +25,7 @@ class Call(NamedTuple):
     scales: tuple | None
     v_channel: torch.Tensor | None
     ragged: tuple[torch.Tensor, ...] | None
+    variant: tuple | None
     tickets: torch.Tensor | None
     scale_log2: float
     num_sms: int

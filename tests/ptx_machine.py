@@ -57,7 +57,7 @@ class Cta:
             if not store:
                 self.shared[address[row]] = 0
             if is_there:
-                place = base + y * m.strides[1] + (first[0] + low) * m.element_bytes
+                place = (base + y * m.strides[1] + (first[0] + low) * m.element_bytes) % 2**64  # see prims.tma.ragged
                 size = (high - low) * m.element_bytes
                 cells = address[row][low * m.element_bytes : high * m.element_bytes]
                 if store:

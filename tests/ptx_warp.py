@@ -1,51 +1,19 @@
 """One warp of the PTX machine: its registers and what every instruction does. See ptx_machine.py."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
+from tests.ptx_numbers import DECODE, bf16, bits, e4m3, f16, floats, signed
 from tests.ptx_program import SHARED_BEGIN, Barrier, Blocked, Named, split, swizzled
 
 LANES = np.arange(32)
 SWIZZLE_SPAN = {1: 128, 2: 64, 3: 32}  # of a descriptor's mode: bytes
 
 
-def floats(x: np.ndarray) -> np.ndarray:
-    return x.view(np.float32)
-
-
-def bits(x: np.ndarray) -> np.ndarray:
-    return np.asarray(x, np.float32).view(np.uint32)
-
-
-def signed(x: np.ndarray) -> np.ndarray:
-    return x.view(np.int64 if x.dtype == np.uint64 else np.int32)
-
-
-def bf16(x: np.ndarray) -> np.ndarray:
-    u = bits(x)
-    return np.where(np.isnan(x), 0x7FFF, (u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint32)
-
-
-def f16(x: np.ndarray) -> np.ndarray:
-    return np.asarray(x, np.float32).astype(np.float16).view(np.uint16).astype(np.uint32)
-
-
-def e4m3(x: np.ndarray) -> np.ndarray:
-    clipped = torch.from_numpy(np.clip(x, -448, 448))
-    return clipped.to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(np.uint32)
-
-
-DECODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "bf16": lambda b: (b.view(np.uint16).astype(np.uint32) << 16).view(np.float32),
-    "f16": lambda b: b.view(np.float16).astype(np.float32),
-    "e4m3": lambda b: torch.from_numpy(b.copy()).view(torch.float8_e4m3fn).float().numpy(),
-}
 COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "neu": np.not_equal, "gtu": lambda a, b: ~(a <= b), "leu": lambda a, b: ~(a > b), "ltu": lambda a, b: ~(a >= b),
@@ -71,6 +39,9 @@ class Warp:
             if at >= len(code):
                 return True
             active = self.pc == at
+            if ".sync" in code[at][0] and not active.all():
+                at = self.behind(at)
+                active = self.pc == at
             opcode, operands, predicate, negated = code[at]
             mask = active if predicate is None else active & (self.registers[predicate] ^ negated)
             if opcode.startswith("bra"):
@@ -93,6 +64,13 @@ class Warp:
             self.steps += 1
             if opcode.startswith("mbarrier.arrive") and self.cta.draws():
                 return False
+
+    def behind(self, at: int) -> int:
+        """Where lanes are that the ones at instruction `at` wait for: it needs all of a warp."""
+        for other in np.unique(self.pc[self.pc > at]):
+            if other < len(self.cta.code) and ".sync" not in self.cta.code[other][0]:
+                return int(other)
+        raise RuntimeError(f"warp {self.index}, instruction {at}: lanes of a warp wait for each other")
 
     # operands
 
@@ -159,9 +137,15 @@ class Warp:
 
     def op_min(self, a, rest, kind, mask):
         self._binary(a, kind, mask, np.minimum, np.fmin)
+        self._no_less_than_0(a, rest, mask)
 
     def op_max(self, a, rest, kind, mask):
         self._binary(a, kind, mask, np.maximum, np.fmax)
+        self._no_less_than_0(a, rest, mask)
+
+    def _no_less_than_0(self, a, rest, mask) -> None:
+        if "relu" in rest:
+            self.put(a[0], np.maximum(signed(self.value(a[0])), 0).view(np.uint32), mask)
 
     def op_and(self, a, rest, kind, mask):
         self._logic(a, kind, mask, np.bitwise_and)
@@ -235,6 +219,9 @@ class Warp:
     def op_ex2(self, a, rest, kind, mask):
         self.put(a[0], bits(np.exp2(floats(self.value(a[1])).astype(np.float64)).astype(np.float32)), mask)
 
+    def op_tanh(self, a, rest, kind, mask):
+        self.put(a[0], bits(np.tanh(floats(self.value(a[1])).astype(np.float64)).astype(np.float32)), mask)
+
     def op_lg2(self, a, rest, kind, mask):
         self.put(a[0], bits(np.log2(floats(self.value(a[1])))), mask)
 
@@ -273,7 +260,9 @@ class Warp:
             self.put(a[0], (high << 16) | low, mask)
             return
         x, target = self.value(a[1], kind), rest[-2]
-        if kind == "f32":
+        if kind in ("bf16", "f16"):
+            self.put(a[0], bits(DECODE[kind](x.astype(np.uint16).view(np.uint8))), mask)
+        elif kind == "f32":
             self.put(a[0], {"bf16": bf16, "f16": f16}[target](floats(x)), mask)
         elif kind == "s32" and target == "f32":
             self.put(a[0], bits(signed(x).astype(np.float32)), mask)
@@ -297,8 +286,16 @@ class Warp:
         self.put(a[0].split("|")[0], value[source & 31], mask)
 
     def op_vote(self, a, rest, kind, mask):
-        assert rest[:2] == ["sync", "any"] and mask.all()
-        self.put(a[0], np.full(32, self.registers[a[1]].any()), mask)
+        assert mask.all()
+        votes = self.registers[a[1]]
+        if rest[1] == "ballot":
+            self.put(a[0], np.full(32, np.sum(votes << LANES), np.uint32), mask)
+        else:
+            assert rest[:2] == ["sync", "any"]
+            self.put(a[0], np.full(32, votes.any()), mask)
+
+    def op_popc(self, a, rest, kind, mask):
+        self.put(a[0], np.array([int(x).bit_count() for x in self.value(a[1])], np.uint32), mask)
 
     def op_E4M3(self, a, rest, kind, mask):
         word = np.zeros(32, np.uint32)
@@ -310,14 +307,15 @@ class Warp:
 
     def op_ld(self, a, rest, kind, mask):
         width = int(kind[1:]) // 8
+        names = split(a[0][1:-1]) if a[0].startswith("{") else [a[0]]
         if rest[0] == "param":
             number, _, offset = a[1].strip("[]").partition("+")
             raw = self.cta.params[int(number[5:])]
-            first = int(offset or 0)
-            value = int.from_bytes(raw[first : first + width].tobytes(), "little")
-            self.put(a[0], np.full(32, value, np.uint64 if width == 8 else np.uint32), mask)
+            for i, name in enumerate(names):
+                first = int(offset or 0) + i * width
+                value = int.from_bytes(raw[first : first + width].tobytes(), "little")
+                self.put(name, np.full(32, value, np.uint64 if width == 8 else np.uint32), mask)
             return
-        names = split(a[0][1:-1]) if a[0].startswith("{") else [a[0]]
         base, plus, offset = a[1].strip("[]").partition("+")
         addresses = self.value(base, "b64").astype(np.int64) + (int(offset) if plus else 0)
         for i, name in enumerate(names):

@@ -27,7 +27,8 @@ def test_what_fits_is_launched_on_the_tensors_device_and_the_current_one_stays(r
     for kind in ("", "ragged: ", "append: ", "merge: "):
         assert results[f"{kind}right"] == ["", [LAUNCH]]
         assert results[f"{kind}right, on device 1"] == ["", [1, LAUNCH + 1, 0]]
-    assert results["ragged: no lengths"] == results["append: no new rows"] == ["", [LAUNCH]]
+    for name in ("ragged: no lengths", "window", "sink: right", "append: no new rows"):
+        assert results[name] == ["", [LAUNCH]]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,9 @@ def test_what_fits_is_launched_on_the_tensors_device_and_the_current_one_stays(r
         ("merge: other.dtype", "dtype=bfloat16"),
         ("merge: other_lse.device", "mO.device.index"),
         ("merge: out.data", "alignment=16"),
+        ("sink: shape", "variant[4].shape[0]"),
+        ("sink: dtype", "variant[4]"),
+        ("sink: device", "device index on variant[4]"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_launch(results, name, reason):
@@ -78,4 +82,4 @@ def test_what_does_not_fit_is_refused_before_the_launch(results, name, reason):
 
 
 def test_every_call_is_looked_at(results):
-    assert len(results) == 18 + 11 + 13 + 5
+    assert len(results) == 18 + 11 + 13 + 5 + 5

@@ -36,7 +36,7 @@ class Call(NamedTuple):
     table: Tensor | None
     sink: Tensor | None
     lists: tuple
-    window: tuple[int, int, int | None]
+    window: tuple  # (left, right), or ((left, right), chunk)
     granule: int | None
     splits: int | None
     scale_log2: float
@@ -74,7 +74,7 @@ class Recorder:
         assert (call.parts is not None) == spec.splits and (call.table is not None) == (spec.pages > 0)
         assert (call.sink is not None) == spec.sink and (call.cap is not None) == spec.softcap
         assert (call.granule is not None) == (call.splits is not None) == spec.granules
-        assert (call.window[2] is not None) == spec.chunk
+        assert isinstance(call.window[0], tuple) == spec.chunk
         fits &= call.sink is None or (call.sink.dtype == torch.float32 and tuple(call.sink.shape) == (heads,))
         fits &= call.table is None or (call.table.dtype == torch.int32 and call.table.dim() == 2)
         return bool(fits) and len({x.device for x in (*call[:5], *call[6:8], *call.lists[:6]) if x is not None}) == 1
@@ -127,7 +127,7 @@ def test_a_dense_cache(recorder):
     assert [y is lengths for y in call.lists[:6]] == [True] * 6  # the only one stands for those that are not given
     capacity = x.k_cache.shape[1]
     assert call.lists[6:] == (1, 0, 0, 0, 0, 0, 0, 1, capacity, 3)
-    assert call.window == (FAR, FAR, None) and call[-2:] == (1, shares_for(2, 3, 132))
+    assert call.window == (FAR, FAR) and call[-2:] == (1, shares_for(2, 3, 132))
     assert call.scale_log2 == pytest.approx(0.25 * LOG2_E, rel=1e-12) and call.table is call.sink is call.cap is None
     part_o, part_lse = call.parts
     assert part_o.shape == (2 * call.shares * 2, 3, 96) and part_lse.shape == (2 * call.shares * 2, 3)
@@ -194,16 +194,16 @@ def test_tiles_and_rows(recorder, seqlen_q, ratio, tiles, rows):
 def test_windows(recorder):
     x = cache()
     for variant, wanted in (
-        (Variant(True), (FAR, 0, None)),
-        (Variant(False, 5, 3), (5, 3, None)),
-        (Variant(True, 5, 3), (5, 0, None)),
-        (Variant(False, 2**40, 0), (FAR, 0, None)),
-        (Variant(False, -1, 2**40), (FAR, FAR, None)),
-        (Variant(False, 0, -1, 7), (0, FAR, 7)),
+        (Variant(True), (FAR, 0)),
+        (Variant(False, 5, 3), (5, 3)),
+        (Variant(True, 5, 3), (5, 0)),
+        (Variant(False, 2**40, 0), (FAR, 0)),
+        (Variant(False, -1, 2**40), (FAR, FAR)),
+        (Variant(False, 0, -1, 7), ((0, FAR), 7)),
     ):
         forward(x, variant)
         assert recorder.calls[-1].window == wanted
-        assert recorder.loaded[-1][0].chunk == (wanted[2] is not None)
+        assert recorder.loaded[-1][0].chunk == (variant.attention_chunk > 0)
 
 
 def test_scale_and_softcap(recorder):
@@ -468,10 +468,7 @@ def test_nothing_is_read_from_the_device(recorder, kind):
 
 
 def test_a_chunk_longer_than_any_sequence(recorder):
-    """A query before the first key is in another chunk than the keys, however long chunks are."""
-    for chunk in (7, 2**31 - 1, 2**40):
+    """As long as one can be: the kernel takes 32 bits."""
+    for chunk, wanted in ((7, 7), (FAR, FAR), (2**31, FAR), (2**40, FAR)):
         forward(cache(), Variant(attention_chunk=chunk))
-        told = recorder.calls[-1].window[2]
-        shift = FAR // told * told  # as kernels/algo/pieces.py finds where the chunk of a position starts
-        starts = [int((p + shift) / told) * told - shift for p in (-3, -1, 0, 5)]  # divided as the device does
-        assert starts == [-told, -told, 0, 0] and shift + FAR <= 2**31
+        assert recorder.calls[-1].window == ((FAR, FAR), wanted)

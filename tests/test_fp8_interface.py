@@ -110,7 +110,7 @@ def test_signatures():
     names = list(inspect.signature(fa3.flash_attn_fp8_func).parameters)
     assert names[:9] == ["q", "k", "v", "softmax_scale", "causal", "rotate", "seed", "accumulation", "rotary_cos"]
     assert set(inspect.signature(fa3.flash_attn_func).parameters) - set(names) == {
-        *("qv", "q_descale", "k_descale", "v_descale")
+        *("qv", "q_descale", "k_descale", "v_descale", "learnable_sink", "s_aux")
     }
     record = inspect.signature(fa3.flash_attn_quantized_func).parameters
     assert list(record) == ["x", "softmax_scale", "causal", "accumulation", "return_lse"]

@@ -31,7 +31,8 @@ def test_signature_is_flash_attention_3_s(function, wanted):
     parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert [p.name if p.default is p.empty else (p.name, p.default) for p in positional] == wanted
-    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["return_lse"]
+    ours = [] if function is fa3.flash_attn_qkvpacked_func else ["learnable_sink", "s_aux"]
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["return_lse", *ours]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -118,9 +119,6 @@ def test_packed_is_flash_attn_func_on_the_slices():
     ("name", "value", "allowed"),
     [
         *[(name, torch.ones(1), "None") for name in ("qv", "q_descale", "k_descale", "v_descale")],
-        *[("window_size", value, r"\(-1, -1\)") for value in ((16, 0), (-1, 0), (0,), None, 5)],
-        ("attention_chunk", 128, "0"),
-        ("softcap", 30.0, "0.0"),
         ("num_splits", 0, "1"),
         ("num_splits", 2, "1"),
         ("num_splits", None, "1"),

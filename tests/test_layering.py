@@ -28,6 +28,7 @@ LAYERS = {
     "fa3.quant": ["fa3.kernels", "fa3.kernels.prims", "fa3.kernels.quantize"],
     "fa3": [
         "fa3.reference",
+        "fa3.variant",
         "fa3.quant",
         "fa3.kernels",
         "fa3.kernels.forward",
@@ -36,8 +37,12 @@ LAYERS = {
         "fa3.kernels.append",
         "fa3.kernels.merge",
     ],
-    "fa3.reference": [],  # the specification stands alone
-    "fa3.testing": ["fa3", "fa3.reference", "fa3.quant", "fa3.kernels", "fa3.kernels.forward", "fa3.kernels.backward"],
+    "fa3.variant": [],
+    "fa3.reference": ["fa3.variant"],  # the specification stands alone, but for the record of what it specifies
+    "fa3.testing": [
+        *("fa3", "fa3.reference", "fa3.variant", "fa3.quant"),
+        *("fa3.kernels", "fa3.kernels.forward", "fa3.kernels.backward"),
+    ],
     "bench": ["fa3", "fa3.reference", "fa3.testing", "fa3.quant", "fa3.kernels", "fa3.kernels.forward"],
     "tests": ["*"],
 }

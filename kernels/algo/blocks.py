@@ -15,10 +15,21 @@ class Blocks(NamedTuple):
 
     count: Int32  # at least 1
     masked: Int32  # at least 1: the last block may pass the end of the keys
+    has_edge = False  # see window.LocalBlocks
 
     def n_block(self, i):
         """The i-th block taken."""
         return self.count - 1 - i
+
+    @property
+    def unmasked(self):
+        """Where the blocks without a mask end."""
+        return self.count
+
+    @property
+    def leftmost(self):
+        """The block taken last."""
+        return 0
 
 
 def first_row(m_block, lengths: Lengths, tile_m: int, causal: bool):

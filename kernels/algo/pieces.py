@@ -16,9 +16,8 @@ from ..prims.divide import Divisor
 from ..prims.ptx import read
 from .blocks import ceil_div
 from .scheduler import LANES
-from .seqlen import uniform
-
-FAR = 2**30  # keys: no limit
+from .seqlen import Lengths, uniform
+from .window import Chunk, Window
 
 
 class Given(NamedTuple):
@@ -42,30 +41,6 @@ class Given(NamedTuple):
     batch: Int32
 
 
-class Window(NamedTuple):
-    """Variant.interval: which keys a query sees. A side without a limit is FAR."""
-
-    left: Int32
-    right: Int32
-    chunk: Int32 | None  # keys; None: no chunks
-
-    def first(self, position) -> Int32:
-        """Of the query at `position`, which stands at a key; negative ones are before the first."""
-        start = cutlass.max(position - self.left, 0)
-        return start if self.chunk is None else cutlass.max(start, self.chunk_start(position))
-
-    def end(self, position, length) -> Int32:
-        end = cutlass.min(length, position + self.right + 1)
-        if self.chunk is not None:
-            end = cutlass.min(end, self.chunk_start(position) + self.chunk)
-        return cutlass.max(end, 0)
-
-    def chunk_start(self, position) -> Int32:
-        """NOTE: divided above 0, where every division rounds down."""
-        shift = FAR // self.chunk * self.chunk
-        return (position + shift) // self.chunk * self.chunk - shift
-
-
 class Sequence(NamedTuple):
     """One sequence: its queries and its keys."""
 
@@ -80,7 +55,7 @@ class Sequence(NamedTuple):
 
 class Batch(NamedTuple):
     given: Given
-    window: Window
+    window: Window | Chunk
     tile_n: int
     granule: Int32 | None  # keys, 0: as `splits` says; None: a block
     splits: Int32 | None  # of every sequence
@@ -112,9 +87,10 @@ class Batch(NamedTuple):
     def sequence(self, b) -> Sequence:
         _, q = self.queries(b)
         k = self.keys(b)
-        w = self.window
-        end = w.end(k - 1, k)
-        first = cutlass.min(w.first(k - q), end)
+        first, _ = self.window.interval(0, Lengths(q, k))
+        _, end = self.window.interval(q - 1, Lengths(q, k))
+        end = cutlass.max(end, 0)
+        first = cutlass.min(first, end)
         granule, origin = self.grain(first, end)
         start = origin + (first - origin) // granule * granule
         return Sequence(q, k, first, end, granule, start, cutlass.max(ceil_div(end - start, granule), 1))

@@ -56,6 +56,16 @@ class Ragged(NamedTuple):
     counts_k: Int32
 
 
+class Paged(NamedTuple):
+    """The same where keys lie in pages of a pool: those of sequence b in the pages table[b, :], one after the other."""
+
+    cu_q: cute.Tensor  # (b + 1)
+    table: cute.Tensor  # (b, width), any strides
+    used_q: cute.Tensor  # (b); where all counts, anything of that size
+    used_k: cute.Tensor  # (b)
+    counts_q: Int32  # 0 where all queries count
+
+
 class Side(NamedTuple):
     """The queries or the keys of a ragged batch."""
 
@@ -109,3 +119,30 @@ class RaggedSeqlen(NamedTuple):
         """(length) of mLSE (1, h, total)."""
         whole = cute.domain_offset((self.q.first(batch),), mLSE[0, head, None])
         return cute.make_tensor(whole.iterator, cute.make_layout((self.q.length(batch),), stride=(1,)))
+
+
+class Pages(NamedTuple):
+    """The keys of a paged batch."""
+
+    table: cute.Tensor
+    used: cute.Tensor
+    page_size: Int32
+
+    def length(self, batch: Int32) -> Int32:
+        """No more than the table has room for."""
+        room = self.table.shape[1] * self.page_size
+        return cutlass.max(cutlass.min(uniform(read(self.used, batch)), room), 0)
+
+
+class PagedSeqlen(NamedTuple):
+    """Queries as in RaggedSeqlen, keys in pages."""
+
+    q: Side
+    k: Pages
+
+    @staticmethod
+    def create(given: Paged, page_size: Int32) -> "PagedSeqlen":
+        side = Side(given.cu_q, given.used_q, given.counts_q)
+        return PagedSeqlen(side, Pages(given.table, given.used_k, page_size))
+
+    of, queries, lse = RaggedSeqlen.of, RaggedSeqlen.queries, RaggedSeqlen.lse

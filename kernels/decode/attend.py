@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..algo.pieces import Batch, Piece
+from ..algo.seqlen import Lengths
 from ..prims.branch import when
 from ..prims.ring import Ring
 from ..prims.wgmma import ROWS as OWN_ROWS
@@ -25,28 +26,21 @@ class RowLimits(NamedTuple):
     inside_end: Int32
     column: Int32  # the thread's first in a block
     tile_n: int
-    cap: Float32 | None
+    lengths: Lengths
 
     @staticmethod
-    def create(batch: Batch, piece: Piece, place: Place, row, column, tile_n: int, cap) -> "RowLimits":
-        s, window = piece.sequence, batch.window
+    def create(batch: Batch, piece: Piece, place: Place, row, column, tile_n: int) -> "RowLimits":
+        lengths, last = Lengths(piece.sequence.q, piece.sequence.k), place.count - 1
 
-        def position(i):
+        def interval(i):
             """NOTE: of a row that does not exist that of the last one."""
-            return place.token(cutlass.min(i, place.count - 1)) + s.k - s.q
+            return batch.window.interval(place.token(cutlass.min(i, last)), lengths)
 
-        own = [position(row + 8 * r) for r in range(OWN_ROWS)]
-        last = place.count - 1
-        return RowLimits(
-            tuple(window.first(p) for p in own), tuple(window.end(p, s.k) for p in own),
-            window.first(position(last)), window.end(position(0), s.k), column, tile_n, cap,
-        )  # fmt: skip
+        first, end = zip(*(interval(row + 8 * r) for r in range(OWN_ROWS)), strict=True)
+        return RowLimits(first, end, interval(last)[0], interval(0)[1], column, tile_n, lengths)
 
     @cute.jit
     def apply(self: cutlass.Constexpr, acc_S: cute.Tensor, n_block: Int32):
-        if cutlass.const_expr(self.cap is not None):
-            for i in cutlass.range_constexpr(cute.size(acc_S)):
-                acc_S[i] = tanh_of_half(acc_S[i] * self.cap)
         key = n_block * self.tile_n
         outside = (key < self.inside) | (key + self.tile_n > self.inside_end)
         when(outside, partial(self.hide, acc_S, key))
@@ -58,11 +52,6 @@ class RowLimits(NamedTuple):
             for c in range(self.tile_n // 4):
                 at = 8 * (c // 2) + c % 2
                 S[r, c] = cutlass.select_((at >= first) & (at < end), S[r, c], -Float32.inf)
-
-
-def tanh_of_half(x: Float32) -> Float32:
-    """tanh(x ln(2) / 2): 1 - 2 / (1 + 2^x), to fp32's rounding of 1."""
-    return Float32(1.0) - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(x, fastmath=True))
 
 
 class Fenced(NamedTuple):

@@ -21,10 +21,13 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..algo.pieces import Batch, Given, Line, Piece, Window
+from ..algo.pieces import Batch, Given, Line, Piece
+from ..algo.softcap import ExactSoftcap, Uncapped
 from ..algo.softmax import Softmax
+from ..algo.window import Chunk, Window
 from ..forward.accumulate import AmongExponentials
 from ..forward.mma import Attention, Overlapped
+from ..forward.values import WholeValues
 from ..prims.divide import Divisor
 from ..prims.ptx import thread_here
 from ..prims.ring import Ring
@@ -50,7 +53,7 @@ class Decode:
     @cute.jit
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor,
-        parts: Parts | None, table: cute.Tensor | None, mSink: cute.Tensor | None, given: Given, window: Window,
+        parts: Parts | None, table: cute.Tensor | None, mSink: cute.Tensor | None, given: Given, window: Window | Chunk,
         granule: Int32 | None, splits: Int32 | None, scale_log2: Float32, cap: Float32 | None, tiles: Int32,
         shares: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
@@ -154,21 +157,21 @@ class Decode:
                 )
                 line.walk(part, BoxLoader(q, of_k, of_v, source, head_kv, c.tile_n).run)
         else:
-            attention = self.attention(qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2)
+            attention = self.attention(qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2, cap)
             v_data = self.tile(sV, spec.head_dim_v)
 
             def run(piece: Piece):
                 place = Place.of(line.batch, piece, head_kv, line.ratio, line.row)
                 output = Output(mO, mLSE, parts, mSink, piece.slot * units + unit, spec, self.dtype)
-                self.attend(attention, piece, place, line.batch, q_ring, v_data, cap, output)
+                self.attend(attention, piece, place, line.batch, q_ring, v_data, output)
 
             line.walk(part, run)
 
-    def attend(self, a: Attention, piece: Piece, place: Place, batch: Batch, q_ring: Ring, v_data: Tile, cap, output):
+    def attend(self, a: Attention, piece: Piece, place: Place, batch: Batch, q_ring: Ring, v_data: Tile, output):
         """One piece."""
         thread = thread_here()
         row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
-        mask = RowLimits.create(batch, piece, place, row, column, self.config.tile_n, cap)
+        mask = RowLimits.create(batch, piece, place, row, column, self.config.tile_n)
         if self.spec.pages != GATHER:
             a = a._replace(v_ring=Cleaned(a.v_ring, v_data, piece, CLEAN_BARRIER))  # type: ignore[arg-type]
         Fenced(q_ring).wait_full(piece.nth)
@@ -184,7 +187,7 @@ class Decode:
         stage_bytes = cute.size_in_bytes(sX.element_type, sX.layout) // stages
         return Ring(bars, bars + stages, stages, stage_bytes, CONSUMER_WARPS, producers)
 
-    def attention(self, qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2) -> Attention:
+    def attention(self, qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2, cap) -> Attention:
         c, spec = self.config, self.spec
         qk_wg, pv_wg = qk.get_slice(0), pv.get_slice(0)
         k_ring, v_ring = (Fenced(x) for x in (k_ring, v_ring)) if spec.pages == GATHER else (k_ring, v_ring)
@@ -202,6 +205,8 @@ class Decode:
             v_ring=v_ring,
             softmax=Softmax.create(scale_log2),
             turns=NoTurns(),
+            cap=ExactSoftcap(cap) if spec.softcap else Uncapped(),
+            past_keys=WholeValues(),
             accumulation=AmongExponentials(),
             tile_n=c.tile_n,
             steps=c.tile_n // 16,
@@ -256,7 +261,8 @@ def signature(spec: Spec, config: Config) -> tuple:
     table = make_fake_tensor(Int32, (b, cute.sym_int()), table_strides, assumed_align=4) if spec.pages else None
     sink = make_fake_tensor(Float32, (heads,), (cute.sym_int64(),), assumed_align=4) if spec.sink else None
     number = Int32(1)
-    window = Window(number, number, number if spec.chunk else None)
+    whole = Window(number, number)
+    window = Chunk(whole, number) if spec.chunk else whole
     granule = (number, number) if spec.granules else (None, None)
     cap = Float32(1.0) if spec.softcap else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -18,7 +18,6 @@ from ..prims.address import words_at
 from ..prims.branch import when
 from ..prims.ptx import copy_async
 from ..prims.ring import Ring
-from .config import ROWS
 from .rows import Place
 
 PIECE = 16  # bytes of a cp.async
@@ -70,18 +69,18 @@ class Queries(NamedTuple):
 
     @cute.jit
     def put(self: cutlass.Constexpr, piece: Piece):
-        """Rows and columns that do not exist become 0."""
+        """The rows that there are; the others hold anything, and so do their scores, which nobody reads. Columns that
+        do not exist become 0.
+        """
         place = Place.of(self.line.batch, piece, self.head_kv, self.line.ratio, self.line.row)
         self.ring.wait_empty(piece.nth)
         stage, columns = self.ring.stage(piece.nth), self.mQ.shape[3]
         a_row = self.tile.columns // 8
-        for n in cutlass.range(ROWS * a_row // (LANES * self.warps), unroll=4):
-            x = (n * self.warps + self.warp) * LANES + cute.arch.lane_idx()
+        pieces, start = place.count * a_row, self.warp * LANES + cute.arch.lane_idx()
+        for x in cutlass.range(start, pieces, LANES * self.warps, unroll=1):
             i, c = x // a_row, x % a_row
-            there = (i < place.count) & (8 * c < columns)
-            offset = place.offset(self.mQ, cutlass.min(i, place.count - 1))
-            address = self.mQ.iterator.toint() + 2 * offset + cutlass.select_(there, PIECE * c, 0)
-            size = cutlass.select_(there, Int32(PIECE), Int32(0))
+            address = self.mQ.iterator.toint() + 2 * place.offset(self.mQ, i) + PIECE * c
+            size = cutlass.select_(8 * c < columns, Int32(PIECE), Int32(0))
             copy_async(self.tile.row(stage, 0, i) + self.tile.piece(i, c), address, size)
         cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full + stage)
 

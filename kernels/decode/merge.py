@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..algo.pieces import Line, Piece, Shares
-from ..algo.sink import with_sink
+from ..algo.sink import joined
 from ..prims.address import words_at
 from ..prims.branch import when
 from .config import Spec
@@ -101,7 +101,7 @@ class Merge(NamedTuple):
         inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
         lse = cutlass.select_(total > 0.0, top, Float32(0.0)) + cute.math.log2(total, fastmath=True) * math.log(2)
         if cutlass.const_expr(self.spec.sink):
-            lse, factor = with_sink(lse, Float32(self.mSink[place.head_of(i)]))
+            lse, factor = joined(lse, Float32(self.mSink[place.head_of(i)]))
             inverse = inverse * factor
         start = self.mO.iterator.toint() + 2 * place.offset(self.mO, i)
         for p in cutlass.range_constexpr(pairs):

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..algo.pieces import Batch, Piece
-from ..algo.sink import with_sink
+from ..algo.sink import joined
 from ..prims.address import words_at
 from ..prims.branch import either, when
 from ..prims.divide import Divisor
@@ -132,7 +132,7 @@ class Output(NamedTuple):
             for r in range(OWN_ROWS):
                 # NOTE: of a row that does not exist any sink.
                 head = place.head_of(cutlass.min(row + 8 * r, place.count - 1))
-                lse[r], factor = with_sink(lse[r], Float32(self.mSink[head]))
+                lse[r], factor = joined(lse[r], Float32(self.mSink[head]))
                 inverse[r] = inverse[r] * factor
         scale_rows(acc_O, inverse)
         place.store(self.mO, acc_O, row, column, self.dtype)

@@ -25,6 +25,15 @@ class Spec:
     dtype_o: str = ""  # of O where it is not that of Q: "bfloat16" or "float16"
     v_channel_scale: bool = False  # the columns of O have scales
     ragged: bool = False  # sequences of their own lengths, one behind the other
+    paged: bool = False  # ragged, with K and V in pages of a pool
+    local: str = ""  # keys around the query's own, a mask on both sides: "window" or "chunk"; then not causal
+    softcap: bool = False
+    sink: str = ""  # type of the sinks, one a head: "float32", "bfloat16" or "float16"
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether the kernel takes numbers of a variant."""
+        return bool(self.local or self.softcap or self.sink)
 
     @property
     def is_fp8(self) -> bool:
@@ -56,6 +65,7 @@ class Config:
     optimistic: bool = False  # 16 bit, with overlap: exponentials against an older max, a new one only where they grow
     promotion: int = 0  # key blocks whose PV the tensor core sums before it is added to O in FP32: 1, or 0 for all
     chunk: int = 0  # with promotion: columns of O that are computed and added at a time; 0: all
+    box: int = 0  # of paged K and V: keys that lie in one page together, that TMA fetches at a time
 
     @property
     def tile_m(self) -> int:
@@ -69,9 +79,10 @@ class Config:
         """Registers a thread of the producer and of the consumers, by setmaxnreg.
 
         NOTE: together no more than the CTA had at its start, a multiple of 8 a thread: with more the last warpgroup
-        waits for ever. The producer of a ragged batch looks for tiles too.
+        waits for ever. The producer of a ragged batch looks for tiles too, that of a local mask
+        for the ends of intervals.
         """
-        two = (40, 232) if spec.ragged else (24, 240)
+        two = (40, 232) if spec.ragged or spec.local else (24, 240)
         return {1: (56, 256), 2: two, 3: (32, 160)}[self.warpgroups]
 
     def o_place(self, spec: Spec) -> str:

@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from ..algo.blocks import Blocks
+from ..algo.window import LocalBlocks
 from ..prims.fp8 import pack_e4m3
 from ..prims.ptx import pack
 from ..prims.ring import Ring
@@ -60,7 +61,9 @@ class Attention(NamedTuple):
     acc_O: cute.Tensor
     k_ring: Ring
     v_ring: Ring
-    softmax: object  # Softmax or BlockScaledSoftmax
+    softmax: object  # Softmax, SinkSoftmax or BlockScaledSoftmax
+    cap: object  # Uncapped or Softcap
+    past_keys: object  # see values.py
     turns: object  # Turns or NoTurns
     accumulation: object  # see accumulate.py
     tile_n: int
@@ -129,15 +132,24 @@ def follows(n_block: Int32) -> Int32:
 
 
 @cute.jit
-def attend(schedule: cutlass.Constexpr, a: cutlass.Constexpr, mask: cutlass.Constexpr, blocks: Blocks, base: Int32):
+def attend(
+    schedule: cutlass.Constexpr,
+    a: cutlass.Constexpr,
+    mask: cutlass.Constexpr,
+    blocks: Blocks | LocalBlocks,
+    base: Int32,
+):
     """All key blocks of one query tile, at ring positions base..; the PV of the last one is left to schedule.last."""
     a.acc_O.fill(0.0)
     a.softmax.reset()
     schedule.first(a, base, blocks.n_block(0), mask)
     for i in cutlass.range(1, blocks.masked, unroll=1):
         schedule.step(a, base + i, blocks.n_block(i), mask)
-    for i in cutlass.range(blocks.masked, blocks.count, unroll=1):
+    for i in cutlass.range(blocks.masked, blocks.unmasked, unroll=1):
         schedule.step(a, base + i, blocks.n_block(i), None)
+    if cutlass.const_expr(blocks.has_edge):
+        for i in cutlass.range(blocks.unmasked, blocks.count, unroll=1):
+            schedule.step(a, base + i, blocks.n_block(i), mask)
 
 
 class InTurn(NamedTuple):
@@ -160,11 +172,14 @@ class InTurn(NamedTuple):
         a.turns.give()
         warpgroup.wait_group(0)
         a.k_ring.release(i)
+        a.cap.apply(acc_S)
         if mask is not None:
             mask.apply(acc_S, n_block)
         a.softmax_of(acc_S, keys, is_first, mask is not None)
         a.round_p(acc_S) if is_first else a.accumulation.round_p(a, acc_S)
         a.accumulation.before_pv(a)
+        if is_first:
+            a.past_keys.clear(i, n_block, mask.lengths.k)
         a.values(i)
 
     def last(self, a: Attention, i: Int32): ...
@@ -181,9 +196,11 @@ class Overlapped(NamedTuple):
         acc_S = a.issue_qk(i)
         warpgroup.wait_group(0)
         a.k_ring.release(i)
+        a.cap.apply(acc_S)
         mask.apply(acc_S, n_block)
         a.softmax_of(acc_S, keys, True, True)
         a.round_p(acc_S)
+        a.past_keys.clear(i, n_block, mask.lengths.k)
 
     @cute.jit
     def step(self, a: cutlass.Constexpr, i: Int32, n_block: Int32, mask: cutlass.Constexpr):
@@ -197,6 +214,7 @@ class Overlapped(NamedTuple):
         a.turns.give()
         warpgroup.wait_group(1)
         a.k_ring.release(i)
+        a.cap.apply(acc_S)
         if cutlass.const_expr(mask is not None):
             mask.apply(acc_S, n_block)
         a.softmax_of(acc_S, keys, False, mask is not None)
@@ -233,6 +251,7 @@ class Optimistic(NamedTuple):
         a.turns.give()
         warpgroup.wait_group(1)
         sums = None
+        a.cap.apply(acc_S)
         if cutlass.const_expr(mask is not None):
             mask.apply(acc_S, n_block)
             a.softmax_of(acc_S, None, False, True)
@@ -250,6 +269,7 @@ class Optimistic(NamedTuple):
 
     def anew(self, a: Attention, i: Int32, acc_S: cute.Tensor):
         a.scores_anew(i, acc_S)
+        a.cap.apply(acc_S)
         a.softmax_of(acc_S, None, False, False)
         a.round_p(acc_S)
         scale_rows(a.acc_O, a.softmax.factor)

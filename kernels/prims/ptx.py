@@ -46,6 +46,12 @@ def fma_up(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def tanh(x: Float32, *, loc=None, ip=None) -> Float32:
+    """tanh.approx.f32, to a relative error of 2^-11."""
+    return Float32(asm(T.f32(), [Float32(x)], "tanh.approx.f32 $0, $1;", "=f,f", loc, ip))
+
+
+@dsl_user_op
 def here(x: Int32, *, loc=None, ip=None) -> Int32:
     """x, worked out at this place and once; what follows from it is worked out behind."""
     return Int32(asm(T.i32(), [Int32(x)], "mov.b32 $0, $1;", "=r,r", loc, ip, stays=True))

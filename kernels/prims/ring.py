@@ -49,10 +49,12 @@ class Ring(NamedTuple):
         """One thread's word that the tile is there, where no TMA says so."""
         cute.arch.mbarrier_arrive(self.full + self.stage(i))
 
-    def claim(self, i):
-        """Wait until the stage is free and announce its bytes; returns the mbarrier that the copies must signal."""
+    def claim(self, i, tile_bytes=None):
+        """Wait until the stage is free and announce its bytes, by default a whole tile's; returns the mbarrier that the
+        copies must signal.
+        """
         self.wait_empty(i)
-        return self.announce(i, self.tile_bytes)
+        return self.announce(i, self.tile_bytes if tile_bytes is None else tile_bytes)
 
     def announce(self, i, number):
         """So many bytes will land in a stage that is free; returns the mbarrier that the copies must signal."""

@@ -49,6 +49,17 @@ def operand(op, mX: cute.Tensor, modes: list, layout) -> Operand:
     return Operand(atom, tensor, layout)
 
 
+def boxed(op, mX: cute.Tensor, modes: list, layout, mode: int, size: int) -> Operand:
+    """`operand`, whose TMA moves a piece of a stage: `size` of its tile's mode `mode`, all of the other."""
+    mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=modes))
+    tile = cute.slice_(layout, (None, None, 0))
+    shape = [cute.size(tile, mode=[0]), cute.size(tile, mode=[1])]
+    shape[mode] = size
+    piece = cute.make_composed_layout(tile.inner, 0, cute.composition(tile.outer, tuple(shape)))
+    atom, tensor = cpasync.make_tiled_tma_atom(op, mX, piece, tuple(shape))
+    return Operand(atom, tensor, layout)
+
+
 class Feed(NamedTuple):
     """A TMA copy of tiles g (.., tile) into the stages s (.., stage) of a ring."""
 

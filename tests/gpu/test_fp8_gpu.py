@@ -262,7 +262,7 @@ def run(spec, config, x: QuantizedQKV):
     p = prepare(x)
     tickets = torch.zeros(1, dtype=torch.int32, device=DEVICE) if config.dynamic else None
     scales = p.q_scale, p.kv, p.v_max, p.q_rows
-    load(spec, config)(x.q, x.k, x.v, out, lse, scales, None, None, tickets, head_dim**-0.5 * LOG2_E, NUM_SMS)
+    load(spec, config)(x.q, x.k, x.v, out, lse, scales, None, None, None, tickets, head_dim**-0.5 * LOG2_E, NUM_SMS)
     return out, lse
 
 

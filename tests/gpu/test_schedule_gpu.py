@@ -27,7 +27,7 @@ def run(spec, config, q, k, v):
     out = torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype, device="cuda")
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan, device="cuda")
     tickets = torch.zeros(1, dtype=torch.int32, device="cuda") if config.dynamic else None
-    load(spec, config)(q, k, v, out, lse, None, None, None, tickets, q.shape[3] ** -0.5 * LOG2_E, NUM_SMS)
+    load(spec, config)(q, k, v, out, lse, None, None, None, None, tickets, q.shape[3] ** -0.5 * LOG2_E, NUM_SMS)
     return out, lse
 
 
