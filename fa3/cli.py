@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter  # a table as it is
     summary = "Fill the kernel cache ahead of use; needs no GPU."
     fill = command("compile", "fa3.precompile", summary, epilog=lines(), formatter_class=raw)
-    fill.add_argument("--all", action="store_true", help="every kernel that a call can ask for")
+    fill.add_argument("--all", action="store_true", help="every kernel but those of rarer masks and given splits")
     fill.add_argument(
         "--preset", nargs="+", choices=PRESETS, metavar="NAME", help="every kernel of these models, below"
     )

@@ -367,6 +367,7 @@ def test_queries_and_lists_that_do_not_fit_are_copied(recorder):
     x = cache(leftpad=[0, 0, 1])
     q = torch.nn.functional.pad(x.q, (1, 0))[..., 1:]
     s = serving(x)
+    assert s.lengths is not None and s.leftpad is not None
     strided = {name: torch.stack([y, y], -1)[:, 0] for name, y in (("lengths", s.lengths), ("leftpad", s.leftpad))}
     launch_decode.forward(q, x.k_cache, x.v_cache, s._replace(**strided), 0.1, Variant(), None, 0, 0)
     (call,) = recorder.calls
