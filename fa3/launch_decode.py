@@ -26,6 +26,7 @@ from fa3.tma import fitted, strides_for, why_copied
 from fa3.variant import Variant
 
 FAR = 2**30  # keys: no limit
+TILES_MAX = 65535  # of a grid's second and third side
 
 
 class Plan(NamedTuple):
@@ -169,6 +170,11 @@ def _plan(
         return Plan(None, 0, 0, 0, 0, (), (None, None), 0, 0)
     query_rows = seqlen_q * (heads // heads_kv)
     tiles = -(-query_rows // ROWS)
+    if tiles > TILES_MAX:
+        raise ValueError(
+            f"a sequence may have {seqlen_q} queries of {heads // heads_kv} heads a KV head, by q and max_seqlen_q; "
+            f"allowed: {TILES_MAX * ROWS} together. Split the queries, or say max_seqlen_q"
+        )
     units = tiles * heads_kv
     blocks = -(-capacity // config.tile_n)
     shares = shares_for(units, batch * blocks, found.num_sms)

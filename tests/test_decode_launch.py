@@ -338,6 +338,16 @@ def test_a_wrong_call_like_a_valid_one_is_refused(recorder):
     assert len(recorder.calls) == 1
 
 
+def test_more_queries_than_a_grid_has_room_for(recorder):
+    """Not where a bound says that no sequence has so many."""
+    x = cache(queries=[1, 1, 1], ragged=True, ratio=128, heads_kv=1, head_dim=8, head_dim_v=8)
+    x.q = x.q[:1].expand(32768, 128, 8)
+    with pytest.raises(ValueError, match="32768 queries of 128 heads.*allowed: 4194240 together.*max_seqlen_q"):
+        forward(x, max_seqlen_q=32768)
+    forward(x, max_seqlen_q=32767)
+    assert [call.tiles for call in recorder.calls] == [65534]
+
+
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("page_size", [0, 16, 1])
 def test_a_cache_that_cannot_be_read_is_named_and_not_copied(recorder, name, page_size):
