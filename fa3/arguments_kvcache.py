@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from fa3.problem import check_are_tensors
 from fa3.problem_kvcache import (
@@ -64,6 +65,23 @@ class Given(NamedTuple):
         return Serving(lengths, added, *lists, self.cu_seqlens_q, max_seqlen_q)
 
 
+def with_own_table(g: Given) -> Given:
+    """With pages cache_batch_idx says which row of the table is a sequence's: of these rows a table is made."""
+    if g.cache_batch_idx is None or g.page_table is None or g.is_csr:
+        return g
+    check_are_tensors(q=g.q)
+    check_list("page_table", g.page_table, g.q.device, 2)
+    check_list("cache_batch_idx", g.cache_batch_idx, g.q.device)
+    if g.cu_seqlens_q is None and g.q.dim() > 0:
+        check_count("cache_batch_idx", g.cache_batch_idx, g.q.shape[0])
+    rows = g.page_table.shape[0]
+    if type(g.cache_batch_idx) is Tensor and g.q.device.type == "cpu" and not is_compiling():
+        for i, row in enumerate(g.cache_batch_idx.tolist()):
+            if not 0 <= row < rows:
+                raise ValueError(f"cache_batch_idx[{i}] is {row}; allowed: 0 to {rows - 1}, the rows of page_table")
+    return g._replace(page_table=g.page_table.index_select(0, g.cache_batch_idx), cache_batch_idx=None)
+
+
 def check_given(given: Given, has_length: bool) -> None:
     """Types, devices, dtypes, shapes and strides of all tensors, and which of them go together.
 
@@ -107,8 +125,6 @@ def _check_new_rows(g: Given, batch: int) -> None:
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together, got None for {'k' if k is None else 'v'}")
     if k is None or v is None:
-        if cu_new is not None:
-            raise ValueError("cu_seqlens_k_new is given without k and v")
         return
     check_are_tensors(k=k, v=v)
     for name, new, cache in (("k", k, g.k_cache), ("v", v, g.v_cache)):
@@ -167,9 +183,10 @@ def check_supported(
     sm_margin: object,
 ) -> None:
     """Arguments of FlashAttention-3 that exist for its callers' sake."""
-    for name, value in (("qv", qv), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if value is not None:
-            raise NotImplementedError(f"{name} is not supported yet; allowed: None, got {type(value).__name__}")
+    if not qv is q_descale is k_descale is v_descale is None:
+        for name, value in (("qv", qv), ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+            if value is not None:
+                raise NotImplementedError(f"{name} is not supported yet; allowed: None, got {type(value).__name__}")
     if scheduler_metadata is not None and not isinstance(scheduler_metadata, Tensor):
         raise TypeError(f"scheduler_metadata must be a torch.Tensor or None, got {type(scheduler_metadata).__name__}")
     if pack_gqa is not None and not isinstance(pack_gqa, bool):

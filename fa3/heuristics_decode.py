@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from fa3.kernels.decode.config import BOXES, GATHER, Config, Spec
 from fa3.kernels.forward.config import TILES
 
-STAGES = {  # of K and V with 64 keys, and of Q
-    (64, 64): (12, 2),
-    (96, 96): (8, 2),
-    (128, 128): (6, 2),
-    (192, 128): (5, 1),
-    (192, 192): (4, 1),
-    (256, 256): (3, 1),
+CONFIGS = {  # tile_n, stages, places for Q, consumers. 128 keys need a split_size that they divide
+    (64, 64): Config(128, 4, 2, 2),
+    (96, 96): Config(64, 6, 2, 2),
+    (128, 128): Config(64, 4, 2, 2),
+    (192, 128): Config(64, 4, 1, 2),
+    (192, 192): Config(64, 4, 1),  # two warpgroups spill
+    (256, 256): Config(64, 3, 1),
 }
-FEW = 4  # sequences
 FULL = 0.75  # of the multiprocessors: with so many busy the memory is
 
 
-def config_for(spec: Spec, batch: int = FEW, split_size: int = 0) -> Config:
-    """Blocks of 128 keys cost the consumers less a key; of 64 more CTAs have one where there are few."""
-    stages, q_stages = STAGES[spec.head_dim, spec.head_dim_v]
-    if batch > FEW and stages >= 6 and split_size % 128 == 0:
-        return Config(128, stages // 2, q_stages)
-    return Config(64, stages, q_stages)
+def config_for(spec: Spec, split_size: int = 0) -> Config:
+    config = CONFIGS[spec.head_dim, spec.head_dim_v]
+    if split_size % config.tile_n:
+        return replace(config, tile_n=config.tile_n // 2, stages=2 * config.stages)
+    return config
 
 
-def pages_of(page_size: int | None) -> int:
-    """Spec.pages."""
+def pages_of(page_size: int | None, leftpad: bool = False) -> int:
+    """Spec.pages. With a padding on the left no box is known to begin with a page."""
     if page_size is None:
         return 0
+    if leftpad:
+        return GATHER
     return next((box for box in BOXES if page_size % box == 0), GATHER)
 
 
@@ -55,4 +56,4 @@ def all_configs() -> Iterator[tuple[Spec, Config]]:
     """The kernels of calls without splits given, softcap, chunks and sinks."""
     for dtype, tile, pages, splits in product(("bfloat16", "float16"), TILES, (0, *BOXES, GATHER), (True, False)):
         spec = Spec(dtype, *tile, pages, splits)
-        yield from ((spec, config) for config in dict.fromkeys(config_for(spec, batch) for batch in (1, FEW + 1)))
+        yield spec, config_for(spec)

@@ -10,10 +10,18 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from fa3 import ops_kvcache  # registers the operators
-from fa3.arguments_kvcache import Given, check_given, check_supported, only_one
+from fa3.arguments_kvcache import Given, check_given, check_supported, only_one, with_own_table
 from fa3.launch import remember
-from fa3.problem import check_flags, check_gradients, check_scale
-from fa3.problem_kvcache import batch_of, check_added, check_int, check_last_pages, check_splits, check_values
+from fa3.problem import MAX_SCALE, check_flags, check_gradients, check_scale
+from fa3.problem_kvcache import (
+    SINK_DTYPES,
+    batch_of,
+    check_added,
+    check_int,
+    check_last_pages,
+    check_splits,
+    check_values,
+)
 from fa3.problem_varlen import bound_of
 from fa3.serving import Serving
 from fa3.variant import Variant, variant_of
@@ -72,8 +80,9 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, heads, head_dim), or with cu_seqlens_q (total_q, heads, head_dim), bfloat16 or float16 on
             a Hopper GPU. Of every sequence the last queries belong to its last keys (bottom-right).
         k_cache, v_cache: (batch, seqlen, heads_kv, head_dim) and (.., head_dim_v), or with pages (pages, page_size,
-            heads_kv, ..), of q's dtype and device. heads_kv divides heads; head dims are multiples of 8 to 256. Any
-            strides, the last one 1; a page has any number of rows.
+            heads_kv, ..), of q's dtype and device. heads_kv divides heads; head dims are multiples of 8 to 256. The
+            last stride is 1; on a GPU the others, where a dimension has more than one element, and the address are
+            multiples of 16 bytes: a cache is not copied. A page has any number of rows.
         k, v: rows to be written into the cache, in place, behind the cache_seqlens[b] that it has, before attention:
             (batch, seqlen_new, heads_kv, ..), or with cu_seqlens_k_new (total_new, heads_kv, ..).
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2) in q's dtype or float32: they rotate q and k. The first
@@ -83,9 +92,11 @@ def flash_attn_with_kvcache(
         rotary_interleaved: dims 2i and 2i + 1 are a pair, else i and i + rotary_dim / 2.
         cache_seqlens: rows in the cache before the call, (batch,) in int32 or one int for all sequences. By default
             all rows; k and page_table need it.
-        cache_batch_idx, cache_leftpad: (batch,) in int32. Not with pages.
-        page_table: (batch, pages of the longest) in int32, any strides. block_table is another name of it.
-        cu_seqlens_q, cu_seqlens_k_new: (batch + 1,) in int32, ascending.
+        cache_batch_idx, cache_leftpad: (batch,) in int32. The first not with kv_indptr.
+        page_table: (batch, pages of the longest) in int32, any strides. block_table is another name of it. With
+            cache_batch_idx it has any number of rows, and that says which one is a sequence's.
+        cu_seqlens_q, cu_seqlens_k_new: (batch + 1,) in int32, ascending. The second says nothing without k and v: it is
+            not looked at, as in FlashAttention-3.
         max_seqlen_q: with cu_seqlens_q, a bound on the queries of a sequence; by default, and where the number is on
             the GPU, total_q.
         rotary_seqlens: (batch,) in int32.
@@ -122,7 +133,8 @@ def flash_attn_with_kvcache(
         NotImplementedError: an argument is not supported yet, or an input requires a gradient while gradients are on.
         fa3.kernels.compile.CompilerMissing, LoaderMissing: as in `flash_attn_func`.
     """
-    check_flags(causal=causal, rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
+    if not type(causal) is type(rotary_interleaved) is type(return_softmax_lse) is bool:
+        check_flags(causal=causal, rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     check_supported(qv, q_descale, k_descale, v_descale, scheduler_metadata, pack_gqa, sm_margin)
     check_splits(num_splits, split_size)
     variant = variant_of(causal, window_size, attention_chunk, softcap)
@@ -131,27 +143,32 @@ def flash_attn_with_kvcache(
     pages = kv_indptr, kv_indices, kv_last_page_len
     lengths, count = _lengths(cache_seqlens)
     new = k, v, rotary_cos, rotary_sin, rotary_seqlens
+    if k is v is None:
+        cu_seqlens_k_new = None  # SGLang gives it in calls that add nothing
     given = Given(q, k_cache, v_cache, *new, lengths, *lists, cu_seqlens_q, cu_seqlens_k_new, *pages, sink, out)
     is_plain = ops_kvcache.is_plain(q, k_cache, v_cache, given[3:])
-    _check(given, cache_seqlens is not None, is_plain)
+    if cache_batch_idx is not None:
+        given = with_own_table(given)
+    if not (is_plain and _is_checked_at_launch(given, cache_seqlens is not None)):
+        _check(given, cache_seqlens is not None, is_plain)
     serving = _serving(given, count, max_seqlen_q)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    else:
+    elif type(softmax_scale) is not float or not 0.0 <= softmax_scale <= MAX_SCALE:
         check_scale(softmax_scale)
         softmax_scale = float(softmax_scale)
     if k is not None or rotary_cos is not None:
         is_local = variant.window_left >= 0 or variant.window_right >= 0 or variant.attention_chunk > 0
         q = _append(given, serving, count or 0, rotary_interleaved, causal or is_local, variant)
-    call = ops_kvcache.Call(
-        q, k_cache, v_cache, serving, softmax_scale, variant, sink, int(num_splits), int(split_size), out
-    )
+    call = q, k_cache, v_cache, serving, softmax_scale, variant, sink, int(num_splits), int(split_size), out
     if is_plain:
-        made, lse = ops_kvcache.launch(call)
+        from fa3 import launch_decode  # what a call on the CPU does without
+
+        made, lse = launch_decode.forward(*call)
         if out is not None and not out.is_inference():
             increment_version(out)
     else:
-        made, lse = ops_kvcache.attend(call)
+        made, lse = ops_kvcache.attend(ops_kvcache.Call(*call))
     return (made, lse) if return_softmax_lse else made
 
 
@@ -197,6 +214,23 @@ def _lengths(cache_seqlens: Any) -> tuple[Any, int | None]:
     return None, count
 
 
+def _is_checked_at_launch(g: Given, has_length: bool) -> bool:
+    """Of plain tensors: whether the launch looks at them anyway, by the key of a plan and in the compiled function.
+
+    Each step of decoding is such a call. What these two would let through is asked here.
+    """
+    return (
+        g.k is g.v is g.rotary_cos is g.rotary_sin is g.rotary_seqlens is None
+        and g.kv_indptr is g.kv_indices is g.kv_last_page_len is None
+        and (has_length or g.page_table is None)
+        and g.k_cache.dim() == 4
+        and g.q.dim() == (4 if g.cu_seqlens_q is None else 3)
+        and g.q.shape[-1] > 0
+        and (g.learnable_sink is None or g.learnable_sink.dtype in SINK_DTYPES)
+        and (g.out is None or 0 not in g.out.stride())
+    )
+
+
 def _check(given: Given, has_length: bool, is_plain: bool) -> None:
     """Tensors that look like those of an earlier call are right: a step of decoding repeats its looks."""
     if not is_plain:
@@ -230,6 +264,8 @@ def _bound(g: Given, max_seqlen_q: int | Tensor | None) -> int:
     """On the queries of a sequence. Where they are ragged and nobody says, or only the GPU knows: all of them."""
     if g.cu_seqlens_q is None:
         return g.q.shape[1]
+    if type(max_seqlen_q) is int and max_seqlen_q >= 0:  # nearly always
+        return max_seqlen_q
     bound = bound_of("max_seqlen_q", max_seqlen_q)
     is_known = max_seqlen_q is not None and (not isinstance(max_seqlen_q, Tensor) or _is_at_hand(max_seqlen_q))
     return bound if is_known else g.q.shape[0]

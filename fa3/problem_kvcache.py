@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa3.kernels.decode.config import ROWS
 from fa3.problem import (
     CHECKING_DTYPES,
     DEVICES,
@@ -28,6 +29,8 @@ from fa3.serving import Serving
 from fa3.variant import Variant
 
 SPLIT_STEP = 64  # keys: split_size is a multiple of it
+KEYS_MAX = 2**30 - 128  # of a sequence: the kernel counts them, a window and a block more in 32 bits
+TILES_MAX = 65535  # of query rows: a dimension of a grid
 SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -85,6 +88,7 @@ def check_decode(
 ) -> CacheProblem:
     """Everything that the operators take but a Variant, which `variant_of` has checked."""
     problem = cache_problem(q, k_cache, v_cache, serving)
+    _check_sizes(problem, serving)
     if isinstance(softmax_scale, (int, float)):  # a symbolic one is checked when it has a value
         check_scale(softmax_scale)
     if sink is not None:
@@ -93,6 +97,23 @@ def check_decode(
     if out is not None:
         check_out(q, problem, out)
     return problem
+
+
+def _check_sizes(problem: CacheProblem, serving: Serving) -> None:
+    """What the device counts in 32 bits, and the tiles of a grid. Symbolic sizes are not looked at."""
+    p: Any = problem
+    if p.page_size is None and type(p.capacity) is int and p.capacity > KEYS_MAX:
+        raise ValueError(f"k_cache and v_cache have {p.capacity} rows a sequence; allowed: at most {KEYS_MAX}")
+    sizes = serving.max_seqlen_q, p.total_q, p.heads
+    if any(type(x) is not int for x in sizes):
+        return
+    queries = min(serving.max_seqlen_q, p.total_q) if p.seqlen_q is None else p.seqlen_q
+    rows, allowed = queries * (p.heads // p.heads_kv), TILES_MAX * ROWS
+    if rows > allowed:
+        raise ValueError(
+            f"a sequence has up to {queries} queries of {p.heads // p.heads_kv} heads for each of k_cache, {rows} "
+            f"rows; allowed: at most {allowed}. Split q"
+        )
 
 
 def batch_of(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
@@ -168,14 +189,11 @@ def _check_pages(s: Serving, device: torch.device, batch: int) -> None:
     check_list(name, s.page_table, device, dims)
     if s.indptr is None:
         check_count(name, s.page_table, batch)
-    for other, value in (("cache_batch_idx", s.batch_idx), ("cache_leftpad", s.leftpad)):
-        if value is not None:
-            reason = (
-                "a row of the table already says which pages are the sequence's: permute its rows instead"
-                if other == "cache_batch_idx"
-                else "the keys of a sequence begin at the first row of its first page"
-            )
-            raise ValueError(f"{other} and {name} are both given, which is not supported: {reason}")
+    if s.batch_idx is not None:
+        raise ValueError(
+            f"cache_batch_idx and {name} are both given, which is not supported: a row of the table already says which "
+            "pages are the sequence's: permute its rows instead"
+        )
 
 
 def capacity_of(k_cache: Tensor, serving: Serving) -> int | None:
@@ -188,12 +206,12 @@ def capacity_of(k_cache: Tensor, serving: Serving) -> int | None:
 def check_added(k_cache: Tensor, serving: Serving) -> None:
     """Whether there is room for the rows that the host knows of."""
     added: Any = serving.added
-    if not isinstance(added, int):
+    if not isinstance(added, int) or (added >= 0 and serving.lengths is not None):
         return
     if added < 0:
         raise ValueError(f"the cache is said to have {added} rows; allowed: 0 and more")
     capacity: Any = capacity_of(k_cache, serving)
-    if serving.lengths is None and isinstance(capacity, int) and added > capacity:
+    if isinstance(capacity, int) and added > capacity:
         raise ValueError(f"cache_seqlens and the new rows are {added} together, but there is room for {capacity} rows")
 
 
@@ -215,6 +233,9 @@ def check_splits(num_splits: object, split_size: object) -> None:
         raise ValueError(f"num_splits is {num_splits}; allowed: 0 (chosen for the lengths) and more")
     if split_size < 0 or split_size % SPLIT_STEP != 0:
         raise ValueError(f"split_size is {split_size}; allowed: 0 (not fixed) and multiples of {SPLIT_STEP}")
+    if num_splits > KEYS_MAX or split_size > KEYS_MAX:
+        name, value = ("num_splits", num_splits) if num_splits > KEYS_MAX else ("split_size", split_size)
+        raise ValueError(f"{name} is {value}; allowed: at most {KEYS_MAX}")
     if num_splits > 0 and split_size > 0:
         raise ValueError(
             f"num_splits is {num_splits} and split_size is {split_size}; allowed: one of them, the other 0"

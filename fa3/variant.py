@@ -6,6 +6,7 @@ import numbers
 from typing import Any, NamedTuple
 
 UNLIMITED = -1  # of a window
+CHUNK_MAX = 2**30  # keys, more than a sequence may have: larger chunks hide the same ones
 
 
 class Variant(NamedTuple):
@@ -58,7 +59,7 @@ def variant_of(causal: Any, window_size: Any, attention_chunk: Any, softcap: Any
         raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
     if not 0.0 <= float(softcap) < float("inf"):
         raise ValueError(f"softcap is {softcap}; allowed: 0 (none) and finite numbers above")
-    return Variant(bool(causal), sides[0], sides[1], int(attention_chunk), float(softcap))
+    return Variant(bool(causal), sides[0], sides[1], min(int(attention_chunk), CHUNK_MAX), float(softcap))
 
 
 def _is_int(value: Any) -> bool:

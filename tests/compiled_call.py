@@ -192,6 +192,51 @@ def merge_calls():
     }
 
 
+def decode_calls():
+    """Name -> the arguments of attention of 2 queries a sequence to 9 pages of 64, of 3 sequences."""
+    right = dict(q=(3, 2, 8, 64), k=(9, 64, 4, 64), v=(9, 64, 4, 40), out=(3, 2, 8, 40), lse=(3, 8, 2),
+                 part_o=(6, 4, 64), part_lse=(6, 4), table=(3, 7), sink=(8,))  # fmt: skip
+    lists = dict(lengths=(3,), cu_k=(4,), left=(3,), batch_idx=(3,), indptr=(4,), cu_q=(4,))
+    floats = "lse", "part_o", "part_lse", "sink"
+
+    def made(**changes):
+        def tensor(name, shape):
+            change = changes.get(name, {})
+            dtype = INT32 if name in lists or name == "table" else FLOAT32 if name in floats else BFLOAT16
+            made = isinstance(change, dict)
+            return Tensor(shape if made else change, **{"dtype": dtype, **(change if made else {})})
+
+        x, told = ([tensor(*item) for item in each.items()] for each in (right, lists))
+        told = (*told, 1, 0, 0, 0, 0, 0, 0, 2, 448, 3)
+        return (*x[:5], tuple(x[5:7]), x[7], x[8], told, (2**30, 0), None, None, 0.1, None, 1, 2)
+
+    return {
+        "right": made(),
+        "right, on device 1": made(**dict.fromkeys({**right, **lists}, dict(device=1))),
+        "k.dtype": made(k=dict(dtype=FLOAT16)),
+        "v.dtype": made(v=dict(dtype=FLOAT32)),
+        "k.device": made(k=dict(device=1)),
+        "v on the CPU": made(v=dict(kind=CPU)),
+        "k.data": made(k=dict(address=4096 + 8)),
+        "out.shape[0]": made(out=(2, 2, 8, 40)),
+        "out.shape[2]": made(out=(3, 2, 4, 40)),
+        "out.shape[3]": made(out=(3, 2, 8, 64)),
+        "out.ndim": made(out=(6, 8, 40)),
+        "out.dtype": made(out=dict(dtype=FLOAT16)),
+        "out.device": made(out=dict(device=1)),
+        "table.ndim": made(table=(21,)),
+        "table.dtype": made(table=dict(dtype=INT64)),
+        "table.device": made(table=dict(device=1)),
+        "lengths.dtype": made(lengths=dict(dtype=INT64)),
+        "lengths.ndim": made(lengths=(3, 1)),
+        "left.device": made(left=dict(device=1)),
+        "batch_idx on the CPU": made(batch_idx=dict(kind=CPU)),
+        "cu_q.dtype": made(cu_q=dict(dtype=FLOAT32)),
+        "sink.shape": made(sink=(4,)),
+        "sink.device": made(sink=dict(device=1)),
+    }
+
+
 def sinks():
     """Name -> sinks of 4 heads."""
     return {
@@ -211,10 +256,12 @@ def main() -> None:
     sys.modules["torch"] = None  # tvm_ffi would ask it about CUDA
     import tvm_ffi
 
+    from fa3.heuristics_decode import config_for
     from fa3.kernels import compile
     from fa3.kernels.append.config import Rotary
     from fa3.kernels.append.config import Spec as AppendSpec
     from fa3.kernels.append.config import config_for as append_config
+    from fa3.kernels.decode.config import Spec as DecodeSpec
     from fa3.kernels.forward.config import Config, Spec
     from fa3.kernels.merge.config import Spec as MergeSpec
     from fa3.kernels.merge.config import config_for as merge_config
@@ -241,10 +288,12 @@ def main() -> None:
     def given(x):
         return tuple(map(given, x)) if isinstance(x, tuple) else tvm_ffi.from_dlpack(x) if isinstance(x, Tensor) else x
 
+    decode = DecodeSpec("bfloat16", 64, 64, 64, sink=True)
     append, pair = AppendSpec("bfloat16", Rotary(False, "bfloat16")), MergeSpec("bfloat16", "bfloat16", True)
     for kind, run, each in (
         ("append", compile.load(append, append_config(append)), append_calls()),
         ("merge", compile.load(pair, merge_config(pair)), merge_calls()),
+        ("decode", compile.load(decode, config_for(decode)), decode_calls()),
     ):
         for name, arguments in each.items():
             count.value, error = 0, ""

@@ -65,9 +65,6 @@ class DecodeWarp(PlainWarp):
         else:
             super().op_mov(a, rest, kind, mask)
 
-    def op_createpolicy(self, a, rest, kind, mask):
-        self.put(a[0], np.zeros(32, np.uint64), mask)
-
     def op_cp(self, a, rest, kind, mask):
         """cp.async and what tells a barrier of it: late, as TMA's loads are."""
         if rest[:2] == ["async", "cg"]:
@@ -139,7 +136,15 @@ def run(
         of_a_warp = (spec.head_dim + config.tile_n) // 16  # WGMMAs of a block
         blocks.append([n // (4 * of_a_warp) for n in done])
     if second:
-        launch(second[0], of_merge, {}, memory, (batch, heads_kv, tiles), MERGE_THREADS, seed)
+        launch(
+            second[0],
+            of_merge,
+            {},
+            memory,
+            (batch if spec.granules else shares - 1, heads_kv, tiles),
+            MERGE_THREADS,
+            seed,
+        )
 
 
 def launch(entry, params, maps, memory, grid, threads, seed) -> list[int]:

@@ -27,6 +27,7 @@ def test_what_fits_is_launched_on_the_tensors_device_and_the_current_one_stays(r
     for kind in ("", "ragged: ", "append: ", "merge: "):
         assert results[f"{kind}right"] == ["", [LAUNCH]]
         assert results[f"{kind}right, on device 1"] == ["", [1, LAUNCH + 1, 0]]
+    assert results["decode: right"] == ["", [LAUNCH] * 2]
     for name in ("ragged: no lengths", "window", "sink: right", "append: no new rows"):
         assert results[name] == ["", [LAUNCH]]
 
@@ -71,6 +72,27 @@ def test_what_fits_is_launched_on_the_tensors_device_and_the_current_one_stays(r
         ("merge: other.dtype", "dtype=bfloat16"),
         ("merge: other_lse.device", "mO.device.index"),
         ("merge: out.data", "alignment=16"),
+        ("decode: k.dtype", "dtype=bfloat16"),
+        ("decode: v.dtype", "dtype=bfloat16"),
+        ("decode: k.device", "mQ.device.index"),
+        ("decode: v on the CPU", "device_type=cuda"),
+        ("decode: k.data", "alignment=16"),
+        ("decode: out.shape[0]", "mQ.shape[0]"),
+        ("decode: out.shape[2]", "mQ.shape[2]"),
+        ("decode: out.shape[3]", "mV.shape[3]"),
+        ("decode: out.ndim", "ndim=4"),
+        ("decode: out.dtype", "dtype=bfloat16"),
+        ("decode: out.device", "mQ.device.index"),
+        ("decode: table.ndim", "ndim=2"),
+        ("decode: table.dtype", "dtype=int32"),
+        ("decode: table.device", "mQ.device.index"),
+        ("decode: lengths.dtype", "dtype=int32"),
+        ("decode: lengths.ndim", "ndim=1"),
+        ("decode: left.device", "mQ.device.index"),
+        ("decode: batch_idx on the CPU", "device_type=cuda"),
+        ("decode: cu_q.dtype", "dtype=int32"),
+        ("decode: sink.shape", "mQ.shape[2]"),
+        ("decode: sink.device", "mQ.device.index"),
         ("sink: shape", "variant[4].shape[0]"),
         ("sink: dtype", "variant[4]"),
         ("sink: device", "device index on variant[4]"),
@@ -82,4 +104,4 @@ def test_what_does_not_fit_is_refused_before_the_launch(results, name, reason):
 
 
 def test_every_call_is_looked_at(results):
-    assert len(results) == 18 + 11 + 13 + 5 + 5
+    assert len(results) == 18 + 11 + 13 + 5 + 5 + 23

@@ -30,10 +30,10 @@ VARIANTS = [
     replace(PLAIN, granules=True, splits=False),
     replace(PLAIN, chunk=True),
     replace(PLAIN, softcap=True),
-    replace(PLAIN, sink=True),
-    replace(PLAIN, sink=True, splits=False),
-    Spec("float16", 128, 128, GATHER, granules=True, chunk=True, softcap=True, sink=True),
-    Spec("bfloat16", 128, 128, 16, granules=True, chunk=True, softcap=True, sink=True),
+    replace(PLAIN, sink="float32"),
+    replace(PLAIN, sink="bfloat16", splits=False),
+    Spec("float16", 128, 128, GATHER, granules=True, chunk=True, softcap=True, sink="float16"),
+    Spec("bfloat16", 128, 128, 16, granules=True, chunk=True, softcap=True, sink="float16"),
 ]
 CASES += [(s, config_for(s)) for s in VARIANTS if (s, config_for(s)) not in CASES]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fa3.heuristics_decode import STAGES, all_configs, config_for, pages_of, shares_for
+from fa3.heuristics_decode import CONFIGS, all_configs, config_for, pages_of, shares_for
 from fa3.kernels.decode.config import GATHER, SHARED_BYTES, Config, Spec
 from fa3.kernels.forward.config import TILES
 
@@ -14,33 +14,35 @@ def spec_of(head_dim, head_dim_v=None, **others):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "few", "many"),
+    ("head_dim", "head_dim_v", "config"),
     [
-        (64, 64, Config(64, 12, 2), Config(128, 6, 2)),
-        (96, 96, Config(64, 8, 2), Config(128, 4, 2)),
-        (128, 128, Config(64, 6, 2), Config(128, 3, 2)),
-        (192, 128, Config(64, 5, 1), Config(64, 5, 1)),
-        (192, 192, Config(64, 4, 1), Config(64, 4, 1)),
-        (256, 256, Config(64, 3, 1), Config(64, 3, 1)),
+        (64, 64, Config(128, 4, 2, 2)),
+        (96, 96, Config(64, 6, 2, 2)),
+        (128, 128, Config(64, 4, 2, 2)),
+        (192, 128, Config(64, 4, 1, 2)),
+        (192, 192, Config(64, 4, 1)),
+        (256, 256, Config(64, 3, 1)),
     ],
 )
-def test_blocks_and_stages(head_dim, head_dim_v, few, many):
+def test_blocks_and_stages(head_dim, head_dim_v, config):
     spec = spec_of(head_dim, head_dim_v)
-    assert [config_for(spec, batch) for batch in (1, 4, 5, 128)] == [few, few, many, many]
-    # Where a sequence is cut, a block ends.
-    assert [config_for(spec, 128, size) for size in (64, 128, 192, 256)] == [few, many, few, many]
-    assert few in [c for s, c in ALL if s == spec] and many in [c for s, c in ALL if s == spec]
+    assert config_for(spec) == config and (spec, config) in ALL
+    # Where a sequence is cut, a block ends; in flight is as much.
+    for split_size in (64, 128, 192, 256):
+        found = config_for(spec, split_size)
+        assert split_size % found.tile_n == 0 and found.tile_n * found.stages == config.tile_n * config.stages
+        assert (found.q_stages, found.consumers) == (config.q_stages, config.consumers)
 
 
-def test_every_tile_has_its_stages_and_fits():
-    assert set(STAGES) == set(TILES) and len(set(ALL)) == len(ALL)
+def test_every_tile_fits():
+    assert set(CONFIGS) == set(TILES) and len(set(ALL)) == len(ALL)
     for spec, config in ALL:
         assert config.shared_bytes(spec) <= SHARED_BYTES and config.stages >= 2 and config.q_stages >= 1
         # Rings, barriers and what it takes to begin at a multiple of 1024 bytes.
         kv = config.stages * config.tile_n * (spec.head_dim + spec.head_dim_v) * 2
         barriers = 2 * (config.q_stages + 2 * config.stages) * 8
         assert config.shared_bytes(spec) == config.q_stages * 64 * spec.head_dim * 2 + kv + barriers + 1024
-        assert config.threads(spec) == (256 if spec.pages == GATHER else 160)
+        assert config.threads(spec) == 128 * config.consumers + (128 if spec.pages == GATHER else 32)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,7 @@ def test_every_tile_has_its_stages_and_fits():
 )
 def test_boxes_of_a_page(page_size, pages):
     assert pages_of(page_size) == pages
+    assert pages_of(page_size, leftpad=True) == (0 if page_size is None else GATHER)
 
 
 @pytest.mark.parametrize(

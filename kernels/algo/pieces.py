@@ -36,7 +36,7 @@ class Given(NamedTuple):
     has_indptr: Int32
     has_cu_q: Int32
     added: Int32
-    seqlen_q: Int32  # where cu_q is not given
+    seqlen_q: Int32  # of every sequence or, with cu_q, at most
     capacity: Int32  # rows that a sequence has room for
     batch: Int32
 
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
         g = self.given
         first = self.flagged(g.cu_q, b, g.has_cu_q)
         ragged = self.flagged(g.cu_q, b + 1, g.has_cu_q) - first
-        return first, cutlass.select_(g.has_cu_q != 0, ragged, g.seqlen_q)
+        return first, cutlass.select_(g.has_cu_q != 0, cutlass.min(ragged, g.seqlen_q), g.seqlen_q)
 
     def leftpad(self, b) -> Int32:
         return self.flagged(self.given.leftpad, b, self.given.has_leftpad)
@@ -113,7 +113,7 @@ class Batch(NamedTuple):
     def total(self: cutlass.Constexpr) -> Int32:
         """By a whole warp."""
         mine = Int32(0)
-        for first in cutlass.range(0, self.given.batch, LANES, unroll=1):
+        for first in cutlass.range(0, self.given.batch, LANES, unroll=4):
             mine = mine + self.granules(first + cute.arch.lane_idx())
         for shift in cutlass.range_constexpr(5):
             mine = mine + cute.arch.shuffle_sync_bfly(mine, offset=1 << shift)
@@ -216,7 +216,7 @@ class Line(NamedTuple):
         """Granules at .. upto - 1 of a sequence."""
         tile_n = self.batch.tile_n
         first, end = s.start + at * s.granule, cutlass.min(s.start + upto * s.granule, s.end)
-        n_block = first // tile_n
+        n_block = cutlass.max(first, s.first) // tile_n
         count = cutlass.max(ceil_div(end, tile_n) - n_block, 1)
         count = cutlass.select_(self.row < s.q * self.ratio.divisor, count, Int32(0))
         slot = self.slot(part, place, cutlass.select_(at == 0, Int32(1), Int32(0)))

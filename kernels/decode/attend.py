@@ -78,7 +78,7 @@ class Cleaned(NamedTuple):
     ring: Ring
     tile: Tile
     piece: Piece
-    barrier: int
+    barrier: Int32
 
     @property
     def stage(self):

@@ -27,7 +27,7 @@ class Spec:
     granules: bool = False  # with splits: where it is cut is given
     chunk: bool = False  # attention_chunk
     softcap: bool = False
-    sink: bool = False
+    sink: str = ""  # dtype of the sinks
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ class Config:
     tile_n: int  # keys in a block
     stages: int  # K and V blocks in flight
     q_stages: int = 1  # pieces whose Q is in flight
+    consumers: int = 1  # warpgroups: they take pieces in turn, so that one begins a piece while another ends one
 
     def loaders(self, spec: Spec) -> int:
         """Warps that copy keys."""
         return LOADERS[spec.pages == GATHER]
 
     def threads(self, spec: Spec) -> int:
-        return 128 + 32 * self.loaders(spec)
+        return 128 * self.consumers + 32 * self.loaders(spec)
 
     def shared_bytes(self, spec: Spec) -> int:
         """Dynamic shared memory of a CTA: the rings, their barriers, one alignment gap."""

@@ -2,7 +2,7 @@
 
 role       warps                       waits for                 signals
 loader     1 (TMA), 4 (row by row)     q, k, v empty             q, k, v full
-consumer   4                           q, k, v full              q, k, v empty
+consumer   4 a warpgroup               q, k, v full              q, k, v empty
 
 A CTA has one tile of up to 64 query rows, the heads of a group for token after token, and a share of all sequences'
 keys (algo/pieces.py). A sequence that lies in one share gives O and LSE; of others every share gives a part, and a
@@ -28,21 +28,22 @@ from ..algo.window import Chunk, Window
 from ..forward.accumulate import AmongExponentials
 from ..forward.mma import Attention, Overlapped
 from ..forward.values import WholeValues
+from ..prims.branch import when
 from ..prims.divide import Divisor
 from ..prims.ptx import thread_here
 from ..prims.ring import Ring
 from ..prims.turns import NoTurns
 from .attend import Cleaned, Fenced, RowLimits
 from .config import GATHER, ROWS, Config, Spec
-from .load import GOES, STAYS, Boxes, BoxLoader, Contiguous, Paged, Queries, RowLoader, Rows, Tile
+from .load import Boxes, BoxLoader, Contiguous, Paged, Queries, RowLoader, Rows, Tile
 from .merge import LANES, WARPS, Merge
 from .rows import Output, Parts, Place
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-CONSUMER_WARPS = 4
-CLEAN_BARRIER = 1  # named, of the consumers
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": Float32}
+CONSUMER_WARPS = 4  # of a warpgroup
+CLEAN_BARRIER = 1  # named barriers, one a warpgroup of consumers from here on
 
 
 class Decode:
@@ -83,7 +84,11 @@ class Decode:
         )  # fmt: skip
         if const_expr(spec.splits):
             self.merge(*args).launch(
-                grid=(given.batch, heads_kv, tiles), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
+                grid=(given.batch if spec.granules else shares - 1, heads_kv, tiles),
+                block=(LANES * WARPS, 1, 1),
+                min_blocks_per_mp=1,
+                stream=stream,
+                use_pdl=True,
             )
 
     def tile(self, sX: cute.Tensor, head_dim: int, rows: int = 0) -> Tile:
@@ -102,12 +107,12 @@ class Decode:
     @cute.kernel
     def merge(self, mQ, mO, mLSE, parts, table, mSink, line: Line):
         cute.arch.griddepcontrol_launch_dependents()
-        b, head_kv, tile = cute.arch.block_idx()
+        item, head_kv, tile = cute.arch.block_idx()
         _, heads_kv, tiles = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         line = line._replace(row=tile * ROWS)
         units, unit = heads_kv * tiles, tile * heads_kv + head_kv
-        Merge(parts, mO, mLSE, mSink, line, units, unit, head_kv, self.spec, self.dtype).run(b, warp)
+        Merge(parts, mO, mLSE, mSink, line, units, unit, head_kv, self.spec, self.dtype).run(item, warp)
 
     @cute.kernel
     def kernel(
@@ -126,7 +131,8 @@ class Decode:
         producers = 32 * c.loaders(spec) if gathers else 1
         k_ring, v_ring = (self.ring(smem, sX, c.stages, producers) for sX in (sK, sV))
         q_ring = self.ring(smem, sQ, c.q_stages, 32 * c.loaders(spec))
-        if warp == CONSUMER_WARPS:
+        first_loader = CONSUMER_WARPS * c.consumers
+        if warp == first_loader:
             with cute.arch.elect_one():
                 for ring in (q_ring, k_ring, v_ring):
                     ring.init()
@@ -140,19 +146,18 @@ class Decode:
         if const_expr(spec.splits):
             cute.arch.griddepcontrol_launch_dependents()
 
-        if warp >= CONSUMER_WARPS:
+        if warp >= first_loader:
             source = Contiguous(line.batch) if spec.pages == 0 else Paged(table, mK.shape[1], line.batch)
-            policy = Int64(cutlass.select_(tiles > 1, Int64(STAYS), Int64(GOES)))  # other query tiles read the same
-            warp = warp - CONSUMER_WARPS
-            q = Queries(mQ, self.tile(sQ, spec.head_dim, ROWS), q_ring, line, head_kv, warp, c.loaders(spec))
+            loader = warp - first_loader
+            q = Queries(mQ, self.tile(sQ, spec.head_dim, ROWS), q_ring, line, head_kv, loader, c.loaders(spec))
             k_data, v_data = self.tile(sK, spec.head_dim), self.tile(sV, spec.head_dim_v)
             if const_expr(gathers):
                 by_row = Rows(mK, k_data, k_ring), Rows(mV, v_data, v_ring)
-                line.walk(part, RowLoader(q, *by_row, source, head_kv, c.tile_n, warp).run)
+                line.walk(part, RowLoader(q, *by_row, source, head_kv, c.tile_n, loader).run)
             else:
                 rows = spec.pages or c.tile_n
                 of_k, of_v = (
-                    Boxes(*x, data, ring, rows, policy)  # type: ignore[call-arg]
+                    Boxes(*x, data, ring, rows)  # type: ignore[call-arg]
                     for x, data, ring in ((K, k_data, k_ring), (V, v_data, v_ring))
                 )
                 line.walk(part, BoxLoader(q, of_k, of_v, source, head_kv, c.tile_n).run)
@@ -160,24 +165,30 @@ class Decode:
             attention = self.attention(qk, pv, sQ, sK, sV, k_ring, v_ring, scale_log2, cap)
             v_data = self.tile(sV, spec.head_dim_v)
 
-            def run(piece: Piece):
-                place = Place.of(line.batch, piece, head_kv, line.ratio, line.row)
-                output = Output(mO, mLSE, parts, mSink, piece.slot * units + unit, spec, self.dtype)
-                self.attend(attention, piece, place, line.batch, q_ring, v_data, output)
+            wg = warp // CONSUMER_WARPS
+            output = Output(mO, mLSE, parts, mSink, unit, units, spec, self.dtype)
+            line.walk(part, partial(self.consume, attention, line, head_kv, q_ring, v_data, output, wg))
 
-            line.walk(part, run)
+    def consume(self, a: Attention, line: Line, head_kv, q_ring: Ring, v_data: Tile, output: Output, wg, piece: Piece):
+        """A piece, by the warpgroup whose turn it is."""
+        place = Place.of(line.batch, piece, head_kv, line.ratio, line.row)
+        attend = partial(self.attend, a, piece, place, line.batch, q_ring, v_data, output, wg)
+        if self.config.consumers == 1:
+            attend()
+        else:
+            when(piece.nth % self.config.consumers == wg, attend)
 
-    def attend(self, a: Attention, piece: Piece, place: Place, batch: Batch, q_ring: Ring, v_data: Tile, output):
+    def attend(self, a: Attention, piece: Piece, place: Place, batch: Batch, q_ring: Ring, v_data: Tile, output, wg):
         """One piece."""
         thread = thread_here()
         row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
         mask = RowLimits.create(batch, piece, place, row, column, self.config.tile_n)
         if self.spec.pages != GATHER:
-            a = a._replace(v_ring=Cleaned(a.v_ring, v_data, piece, CLEAN_BARRIER))  # type: ignore[arg-type]
+            a = a._replace(v_ring=Cleaned(a.v_ring, v_data, piece, CLEAN_BARRIER + wg))  # type: ignore[arg-type]
         Fenced(q_ring).wait_full(piece.nth)
         a = a._replace(rQ=a.rQ[None, None, None, q_ring.stage(piece.nth)])  # type: ignore[index]
         attend_piece(a, mask, piece, partial(q_ring.release, piece.nth))
-        output.store(a, piece.whole, place, row, column)
+        output.store(a, piece, place, row, column)
 
     def stages(self, smem, layout) -> cute.Tensor:
         return smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
@@ -259,7 +270,7 @@ def signature(spec: Spec, config: Config) -> tuple:
     parts = Parts(part_o, part_lse) if spec.splits else None
     table_strides = cute.sym_int64(), cute.sym_int64()
     table = make_fake_tensor(Int32, (b, cute.sym_int()), table_strides, assumed_align=4) if spec.pages else None
-    sink = make_fake_tensor(Float32, (heads,), (cute.sym_int64(),), assumed_align=4) if spec.sink else None
+    sink = make_fake_tensor(DTYPES[spec.sink], (heads,), (cute.sym_int64(),), assumed_align=4) if spec.sink else None
     number = Int32(1)
     whole = Window(number, number)
     window = Chunk(whole, number) if spec.chunk else whole

@@ -21,7 +21,6 @@ from ..prims.ring import Ring
 from .rows import Place
 
 PIECE = 16  # bytes of a cp.async
-STAYS, GOES = 0x1000000000000000, 0x12F0000000000000  # TMA's policies: none, and to leave L2 before others
 
 
 class Tile(NamedTuple):
@@ -93,7 +92,6 @@ class Boxes(NamedTuple):
     tile: Tile
     ring: Ring
     rows: int  # of a box
-    policy: Int64  # what L2 is told of the bytes
 
     @staticmethod
     def create(mX: cute.Tensor, swizzle, rows: int, width: int) -> tuple:
@@ -115,7 +113,7 @@ class Boxes(NamedTuple):
             )  # fmt: skip
             sX = cute.make_tensor(to, cute.make_layout((self.rows, tile.width), stride=(tile.width, 1)))
             s, x = cpasync.tma_partition(self.atom, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-            cute.copy(self.atom, x, s, tma_bar_ptr=full, cache_policy=self.policy)
+            cute.copy(self.atom, x, s, tma_bar_ptr=full)
 
     @property
     def box_bytes(self) -> int:
@@ -154,24 +152,28 @@ class Paged(NamedTuple):
         first = self.batch.flagged(given.indptr, b, given.has_indptr)
         row = cutlass.select_(given.has_indptr != 0, Int32(0), b)
         steps = Int64(row) * Int64(self.table.stride[0]) + Int64(first) * Int64(self.table.stride[1])
-        return PagedPiece(self.table.iterator.toint() + 4 * steps, 4 * Int64(self.table.stride[1]), self.page_size)
+        return PagedPiece(
+            self.table.iterator.toint() + 4 * steps, 4 * Int64(self.table.stride[1]), self.page_size,
+            self.batch.leftpad(b),
+        )  # fmt: skip
 
 
 class PagedPiece(NamedTuple):
     table: Int64  # address of the sequence's first entry
     step: Int64  # bytes to the next one
     page_size: Int32
+    start: Int32  # row of key 0
 
     @cute.jit
     def page(self: cutlass.Constexpr, key: Int32, there: cutlass.Boolean) -> Int32:
         """That holds the key; where it is not there the table is not read."""
         page = Int32(0)
         if there:
-            page = words_at(self.table + Int64(key // self.page_size) * self.step, 1)[0]
+            page = words_at(self.table + Int64((self.start + key) // self.page_size) * self.step, 1)[0]
         return page
 
     def row(self, key):
-        return key % self.page_size
+        return (self.start + key) % self.page_size
 
 
 class BoxLoader(NamedTuple):

@@ -13,8 +13,8 @@ from cutlass import Float32, Int32
 
 from ..algo.pieces import Line, Piece, Shares
 from ..algo.sink import joined
-from ..prims.address import words_at
 from ..prims.branch import when
+from ..prims.ptx import here, read_pair
 from .config import Spec
 from .rows import Parts, Place, store_pair
 
@@ -37,16 +37,25 @@ class Merge(NamedTuple):
     dtype: object
 
     @cute.jit
-    def run(self: cutlass.Constexpr, b: Int32, warp: Int32):
-        start, s = self.start(b), self.line.batch.sequence(b)
-        first, count = start, s.count
-        if cutlass.const_expr(not self.line.by_granule):
+    def run(self: cutlass.Constexpr, item: Int32, warp: Int32):
+        """What shares cut in two is merged by the first boundary that is inside of it, item + 1; what lies in given
+        granules by the number of the sequence.
+        """
+        if cutlass.const_expr(self.line.by_granule):
+            b, first = item, self.start(item)
+            count = self.line.batch.sequence(b).count
+        else:
             shares = Shares.create(self.line.batch.total(), self.line.parts)
-            first = shares.part_of(start)
-            count = shares.part_of(start + s.count - 1) - first + 1
+            b, start = self.line.batch.find(shares.first(item + 1))
+            b = cutlass.min(b, self.line.batch.given.batch - 1)  # there are fewer granules than shares
+            first, count = item, Int32(0)
+            if (start < shares.first(item + 1)) & (start >= shares.first(item)):
+                count = shares.part_of(start + self.line.batch.sequence(b).count - 1) - item + 1
         none = Int32(0)
-        piece = Piece(b, s, none, none, cutlass.Boolean(False), *[none] * 5)
+        piece = Piece(b, self.line.batch.sequence(b), none, none, cutlass.Boolean(False), *[none] * 5)
         place = Place.of(self.line.batch, piece, self.head_kv, self.line.ratio, self.line.row)
+        # NOTE: worked out before the wait.
+        place, count = place._replace(first=here(place.first), count=here(place.count)), here(count)
         cute.arch.griddepcontrol_wait()
         if count > 1:
             for i in cutlass.range(warp, place.count, WARPS, unroll=1):
@@ -79,11 +88,11 @@ class Merge(NamedTuple):
         acc.fill(0.0)
         total, top = Float32(0.0), -Float32.inf
         for start in cutlass.range(0, count, at_once, unroll=1):
-            # NOTE: past the last part the last one again, with weight 0. All loads come before what needs them.
+            # NOTE: past the last part the last one again, with weight 0.
             slots = [self.slot(first, cutlass.min(start + n, count - 1)) for n in range(at_once)]
             own = self.slot(first, cutlass.min(start + lane, count - 1))
             lse = self.parts.lse(own, i)[0]
-            parts = [[words_at(self.parts.o(x, i) + 4 * c, 2, Float32).load() for c in columns] for x in slots]
+            parts = [[read_pair(self.parts.o(x, i) + 4 * c) for c in columns] for x in slots]
             lse = cutlass.select_((lane < at_once) & (start + lane < count), lse, -Float32.inf)
             new = cutlass.max(top, warp_max(lse))
             base = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
@@ -101,7 +110,7 @@ class Merge(NamedTuple):
         inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
         lse = cutlass.select_(total > 0.0, top, Float32(0.0)) + cute.math.log2(total, fastmath=True) * math.log(2)
         if cutlass.const_expr(self.spec.sink):
-            lse, factor = joined(lse, Float32(self.mSink[place.head_of(i)]))
+            lse, factor = joined(lse, self.mSink[place.head_of(i)].to(Float32))
             inverse = inverse * factor
         start = self.mO.iterator.toint() + 2 * place.offset(self.mO, i)
         for p in cutlass.range_constexpr(pairs):

@@ -113,17 +113,19 @@ class Output(NamedTuple):
     mLSE: cute.Tensor
     parts: Any  # Parts, where a sequence may be split
     mSink: Any  # (heads), where there are sinks
-    slot: Int32
+    unit: Int32
+    units: Int32
     spec: Spec
     dtype: object
 
-    def store(self, a, is_whole, place: Place, row, column):
+    def store(self, a, piece: Piece, place: Place, row, column):
         """A thread's rows row and row + 8 of the tile, its columns from `column` on."""
         inverse, lse = (cute.make_rmem_tensor(OWN_ROWS, Float32) for _ in range(2))
         a.softmax.finish(inverse, lse)
         final = partial(self.final, a.acc_O, inverse, lse, place, row, column)
         if self.spec.splits:
-            either(is_whole, final, partial(self.part, a.acc_O, inverse, lse, place, row, column))
+            slot = piece.slot * self.units + self.unit
+            either(piece.whole, final, partial(self.part, a.acc_O, inverse, lse, slot, place, row, column))
         else:
             final()
 
@@ -132,15 +134,15 @@ class Output(NamedTuple):
             for r in range(OWN_ROWS):
                 # NOTE: of a row that does not exist any sink.
                 head = place.head_of(cutlass.min(row + 8 * r, place.count - 1))
-                lse[r], factor = joined(lse[r], Float32(self.mSink[head]))
+                lse[r], factor = joined(lse[r], self.mSink[head].to(Float32))
                 inverse[r] = inverse[r] * factor
         scale_rows(acc_O, inverse)
         place.store(self.mO, acc_O, row, column, self.dtype)
         place.store_lse(self.mLSE, lse, row, column)
 
-    def part(self, acc_O, inverse, lse, place: Place, row, column):
+    def part(self, acc_O, inverse, lse, slot, place: Place, row, column):
         scale_rows(acc_O, inverse)
-        self.parts.store(self.slot, place.count, acc_O, lse, row, column)
+        self.parts.store(slot, place.count, acc_O, lse, row, column)
 
 
 def words_at_shared(address: Int32) -> cute.Tensor:
