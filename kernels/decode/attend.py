@@ -10,6 +10,7 @@ from cutlass import Float32, Int32
 from ..algo.pieces import Batch, Piece
 from ..algo.seqlen import Lengths
 from ..prims.branch import when
+from ..prims.ptx import thread_here
 from ..prims.ring import Ring
 from ..prims.wgmma import ROWS as OWN_ROWS
 from ..prims.wgmma import rows
@@ -99,7 +100,7 @@ class Cleaned(NamedTuple):
     @cute.jit
     def clean(self: cutlass.Constexpr, i: Int32, first: Int32, end: Int32):
         """Rows before `first` and from `end` on become 0."""
-        thread, _, _ = cute.arch.thread_idx()
+        thread = thread_here()  # of this warpgroup
         pieces = self.tile.width // 8  # of 16 bytes, in a row of a group
         stage = self.ring.stage(i)
         for n in cutlass.range_constexpr(self.tile.keys * pieces // 128):
