@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter  # a table as it is
     summary = "Fill the kernel cache ahead of use; needs no GPU."
     fill = command("compile", "fa3.precompile", summary, epilog=lines(), formatter_class=raw)
-    fill.add_argument("--all", action="store_true", help="every kernel that a call can ask for")
+    fill.add_argument("--all", action="store_true", help="every kernel but those of rarer masks and given splits")
     fill.add_argument(
         "--preset", nargs="+", choices=PRESETS, metavar="NAME", help="every kernel of these models, below"
     )
@@ -50,6 +50,11 @@ def parser() -> argparse.ArgumentParser:
     fill.add_argument("--head-dim", type=positive, metavar="D", help="only kernels for this head dim of Q and K")
     fill.add_argument("--head-dim-v", type=positive, metavar="D", help="head dim of V (default: that of Q and K)")
     fill.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only with (without) the causal mask")
+    fill.add_argument(
+        "--decode",
+        action=argparse.BooleanOptionalAction,
+        help="with (without) the kernels of attention to a cache; a preset has them or not, below",
+    )
     fill.add_argument("--jobs", type=positive, metavar="N", help="processes (default: one per CPU core, at most 8)")
     return root
 

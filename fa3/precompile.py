@@ -19,7 +19,7 @@ from fa3.kernels.key import target, toolkit, toolkit_is_a_guess
 from fa3.presets import PRESETS
 from fa3.quant import listing
 
-Kernel = tuple[Any, Any]  # Spec and Config, of the forward or of what quantises
+Kernel = tuple[Any, Any]  # Spec and Config
 MAX_JOBS = 8  # each compiler takes about half a gigabyte of memory
 
 
@@ -35,9 +35,10 @@ class Outcome:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.preset:
-        chosen = of_presets(arguments.preset, arguments.dtype, arguments.causal)
+        chosen = of_presets(arguments.preset, arguments.dtype, arguments.causal, arguments.decode)
     else:
-        chosen = list(select(arguments.dtype, arguments.head_dim, arguments.head_dim_v, arguments.causal))
+        dims, decode = (arguments.head_dim, arguments.head_dim_v), arguments.decode is not False
+        chosen = list(select(arguments.dtype, *dims, arguments.causal, decode))
     jobs = arguments.jobs or min(MAX_JOBS, os.cpu_count() or 1)
     screen = console()
     check_writable()
@@ -77,12 +78,17 @@ def check_writable() -> None:
 
 
 def select(
-    dtype: str | None = None, head_dim: int | None = None, head_dim_v: int | None = None, causal: bool | None = None
+    dtype: str | None = None,
+    head_dim: int | None = None,
+    head_dim_v: int | None = None,
+    causal: bool | None = None,
+    decode: bool = True,
 ) -> Iterable[Kernel]:
     """Those of the kernels that a call can ask for which serve these head dims (head_dim_v is head_dim unless given).
 
     What quantises for FP8 is made for head dims and not for tiles: of these head dims, or of all tiles' sizes; rotated,
-    without rotary embedding. What appends to a cache and merges serves every head dim: it is made where none is given.
+    without rotary embedding. Attention to a cache (decode) serves both masks. What appends to a cache and merges serves
+    every head dim: it is made where none is given.
     Exits with one sentence for a head dim that no kernel serves.
     """
     wanted = None if head_dim is None else (head_dim, head_dim_v or head_dim)
@@ -96,12 +102,18 @@ def select(
             yield spec, config
     if dtype in (None, FP8) and (wanted is None or listing.are_served(wanted)):
         yield from listing.all_kernels([wanted] if wanted else TILES)
+    if decode:
+        yield from serving_kernels.decode_kernels(dtype, tile)
     if wanted is None:
         yield from serving_kernels.all_kernels(dtype)
 
 
-def of_presets(names: list[str], dtype: str | None = None, causal: bool | None = None) -> list[Kernel]:
+def of_presets(
+    names: list[str], dtype: str | None = None, causal: bool | None = None, decode: bool | None = None
+) -> list[Kernel]:
     """The kernels of these presets, of another type or with one mask only where these are given.
+
+    Those of attention to a cache are with them as decode says, or where it is None as each preset does.
 
     FP8 serves fewer head dims: the others are left out. Exits with one sentence where nothing is left.
     """
@@ -111,7 +123,8 @@ def of_presets(names: list[str], dtype: str | None = None, causal: bool | None =
             dims = [d for d in preset.head_dims if kind != FP8 or listing.are_served(d)]
             masks = [mask for mask in preset.masks if causal in (None, mask)]
             for (head_dim, head_dim_v), mask in itertools.product(dims, masks):
-                found |= dict.fromkeys(select(kind, head_dim, head_dim_v, mask))
+                decodes = preset.decodes if decode is None else decode
+                found |= dict.fromkeys(select(kind, head_dim, head_dim_v, mask, decodes))
     if not found:
         raise SystemExit(f"no kernel of {' and '.join(names)} is {'' if causal else 'not '}causal")
     return list(found)
@@ -160,6 +173,8 @@ def prepare(spec: Any, config: Any) -> Outcome:
 
 def describe(spec: Any, config: Any) -> str:
     """One kernel in a few words: of two that a call can ask for, no two have the same."""
+    if isinstance(spec, serving_kernels.DecodeSpec):
+        return serving_kernels.describe_decode(spec, config)
     if isinstance(spec, serving_kernels.AnySpec):
         return serving_kernels.describe(spec)
     return describe_forward(spec, config) if isinstance(spec, Spec) else listing.describe(spec)

@@ -2,7 +2,7 @@
 
 One CTA at a time. Warps take turns, each until it has to wait; the 32 lanes of a warp are a NumPy vector. What is
 asynchronous on the chip is late here: a WGMMA reads its operands and writes its accumulator when a wait_group asks for
-it, a TMA load lands after its warp has stopped, so that a missing wait gives wrong numbers. Global accesses are checked
+it, a load lands after its warp has stopped, so that a missing wait gives wrong numbers. Global accesses are checked
 against the ends of their tensors, a TMA store must not begin at a negative coordinate, and warps that all wait for ever
 are an error. Approximate instructions are exact here, sums of the tensor core are FP32 without its truncation.
 """
@@ -66,6 +66,11 @@ class Cta:
                     self.shared[cells] = m.tensor.data[place : place + size]
         return height * m.span
 
+    def land(self, m: TensorMap, first: list[int], shared: int, barrier: Barrier) -> None:
+        """What a TMA load does when its time comes."""
+        barrier.bytes -= self.copy(m, first, shared, False)
+        barrier.settle()
+
     def draws(self) -> bool:
         """Half of the times, where the order is drawn."""
         return self.draw is not None and self.draw.random() < 0.5
@@ -78,7 +83,7 @@ class Cta:
         self.shared = np.full(SHARED_END, 0xFF, np.uint8)  # NaN
         self.barriers: dict[int, Barrier] = {}
         self.named: dict[int, Named] = {}
-        self.late: list = []
+        self.late: list = []  # loads under way, as what each does when it lands
         self.warps = [self.warp_type(self, i) for i in range(self.threads // 32)]
         self.draw = None if seed is None else np.random.default_rng((seed, number))
         running = list(self.warps)
@@ -92,7 +97,6 @@ class Cta:
                 landing = [load for load in self.late if stuck or self.draw is None or self.draws()]
                 assert landing or not stuck, "all warps wait for ever"
                 self.late = [load for load in self.late if not any(load is other for other in landing)]
-                for tensor_map, first, shared, barrier in landing:
-                    barrier.bytes -= self.copy(tensor_map, first, shared, False)
-                    barrier.settle()
+                for load in landing:
+                    load()
                 running = left

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -403,7 +404,7 @@ class Warp:
             self.cta.copy(tensor_map, first, shared, True)
             return
         barrier = self.cta.barriers[int(self.address(a[2])[lane])]
-        self.cta.late.append((tensor_map, first, shared, barrier))
+        self.cta.late.append(partial(self.cta.land, tensor_map, first, shared, barrier))
 
     def op_WGMMA(self, a, rest, kind, mask):
         self.uncommitted.append((a, rest, self.value(a[0])[0] != 0))

@@ -4,10 +4,13 @@ import pytest
 
 from bench.shapes import GRID, MODELS
 from fa3.heuristics import DTYPES, config_for
+from fa3.kernels.decode.config import BOXES, GATHER
+from fa3.kernels.decode.config import Spec as DecodeSpec
 from fa3.kernels.forward.config import FP8, Spec, tile_for
 from fa3.precompile import of_presets, select
 from fa3.presets import PRESETS
 from fa3.quant import listing
+from fa3.serving_kernels import decode_kernels
 from tests.test_cli import fa3
 
 MODEL_OF = {"llama3": "llama3", "qwen": "qwen", "gemma": "gemma2", "deepseek": "deepseek", "phi": "phi3"}
@@ -37,7 +40,7 @@ def test_every_model_that_is_measured_has_one():
 
 
 def test_has_no_others():
-    assert set(of_presets(["deepseek"])) == set(select("bfloat16", 192, 128))
+    assert set(of_presets(["deepseek"])) == set(select("bfloat16", 192, 128, decode=False))
     assert {spec.causal for spec, _ in of_presets(["vit"])} == {False}
     assert {spec.dtype for spec, _ in of_presets(["vit"])} == set(DTYPES)
     tiles = {(spec.head_dim, spec.head_dim_v) for spec, _ in of_presets(["vit"])}
@@ -46,8 +49,22 @@ def test_has_no_others():
     assert set(both) == {*of_presets(["llama3"]), *of_presets(["gemma"])} and len(set(both)) == len(both)
 
 
+def test_attention_to_a_cache():
+    """With language models, unless it is said otherwise; its kernels serve both masks."""
+    decode = {(d, d): set(decode_kernels("bfloat16", (d, d))) for d in (64, 128)}
+    wanted = decode[64, 64] | decode[128, 128]
+    for causal in (None, True, False):
+        assert wanted == {x for x in of_presets(["llama3"], causal=causal) if isinstance(x[0], DecodeSpec)}
+    assert set(of_presets(["llama3"])) - wanted == set(of_presets(["llama3"], decode=False))
+    assert {s.pages for s, _ in wanted} == {0, GATHER, *BOXES} and {s.splits for s, _ in wanted} == {True, False}
+    assert {name for name, preset in PRESETS.items() if not preset.decodes} == {"deepseek", "vit", "grid"}
+    added = set(of_presets(["vit"], decode=True)) - set(of_presets(["vit"]))
+    assert added == {x for t in ((64, 64), (96, 96), (128, 128)) for x in decode_kernels(None, t)}
+    assert not decode_kernels(FP8) and len(decode_kernels("float16")) == len(decode_kernels("bfloat16")) >= 48
+
+
 def test_another_type_and_one_mask():
-    assert set(of_presets(["deepseek"], "float16", True)) == set(select("float16", 192, 128, True))
+    assert set(of_presets(["deepseek"], "float16", True)) == set(select("float16", 192, 128, True, False))
     assert set(of_presets(["llama3"], FP8)) == {*select(FP8, 64), *select(FP8, 128)}
     served = {(spec.head_dim, spec.head_dim_v) for spec, _ in of_presets(["vit"], FP8) if type(spec) is listing.Spec}
     assert served == {(64, 64), (80, 80)}
