@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fa3 import launch_variant, launch_varlen, ops, ops_variant, ops_varlen  # registers the operators
+from fa3 import launch_paged, launch_variant, ops, ops_variant, ops_varlen  # registers the operators
 from fa3.problem import check_are_tensors, check_descales_apply, check_scale, default_scale
 from fa3.problem_variant import Extras, check_variant, sink_of
 from fa3.problem_varlen import Sequences
@@ -44,10 +44,10 @@ def varlen(
     out: Tensor | None,
 ) -> Result:  # fmt: skip
     """`flash_attn_varlen_func`."""
-    variant, sink, page_table = extras
+    variant, sink, page_table, _ = extras
     lists = *sequences[:4], sink, page_table, out
     if ops.is_plain(q, k, v) and all(x is None or ops_varlen._is_in_memory(x) for x in lists):
-        made, lse = launch_varlen.forward(q, k, v, sequences, softmax_scale, variant.causal, out, extras)
+        made, lse = launch_paged.forward(q, k, v, sequences, softmax_scale, out, extras)
         if out is not None and not out.is_inference():
             increment_version(out)
         return made, lse

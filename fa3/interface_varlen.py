@@ -15,6 +15,7 @@ from fa3.problem import (
     check_later_arguments,
     check_scale,
 )
+from fa3.problem_kvcache import check_splits
 from fa3.problem_variant import Extras, sink_of, table_of
 from fa3.problem_varlen import Sequences, bound_of, check_ragged, default_scale
 from fa3.variant import Variant, variant_of
@@ -25,9 +26,9 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | Tensor | None,
-    max_seqlen_k: int | Tensor | None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -51,6 +52,7 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
     page_table: Tensor | None = None,
     block_table: Tensor | None = None,
+    scheduler_metadata: Tensor | None = None,
 ) -> Any:  # Tensor, or (Tensor, Tensor)
     """`flash_attn_func` of many sequences at once, each to itself, of lengths that only the device need know.
 
@@ -74,12 +76,16 @@ def flash_attn_varlen_func(
             (pages, page_size, heads_kv, head_dim) and (pages, page_size, heads_kv, head_dim_v), any strides that TMA
             takes (they are not copied), cu_seqlens_k is None, and sequence b has seqused_k[b] keys, which lie in the
             pages page_table[b, :] one after the other. Entries behind its last page are not read, nor are the pages.
-            page_size is a multiple of 16 on a GPU.
+            Few queries of each sequence (max_seqlen_q below 128) go to the kernels of `flash_attn_with_kvcache`, and so
+            do pages of a size that is no multiple of 16; with seqused_q it must be one on a GPU.
+        num_splits: with pages: into how many parts the keys of a sequence are split at most, 0 for as many as the
+            device finds best (give it where there are few queries). Without pages 1 or 0: nothing is split.
+        scheduler_metadata: accepted and not looked at: there is no plan.
         out: (total_q, heads, head_dim_v) in q's dtype, on its device, with a contiguous last dimension: the result is
             written into it, and it is returned. It must not overlap q, k or v.
         window_size, attention_chunk, softcap, learnable_sink, s_aux: as in `flash_attn_func`, of each sequence alone.
-        qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, sm_margin: not supported here yet: must hold their
-            defaults (pack_gqa may be False).
+        qv, q_descale, k_descale, v_descale, sm_margin: not supported here yet: must hold their defaults. pack_gqa: with
+            pages a hint that is not needed; without None or False.
         deterministic: the forward always is.
         return_attn_probs, return_lse: both mean: return (out, lse). The first is FlashAttention-3's name.
 
@@ -101,7 +107,12 @@ def flash_attn_varlen_func(
         NotImplementedError: an argument is not supported yet, or an input requires a gradient while gradients are on.
         fa3.kernels.compile.CompilerMissing, LoaderMissing: as in `flash_attn_func`.
     """
-    check_later_arguments(qv, num_splits, pack_gqa, sm_margin)
+    pages = table_of(page_table, block_table)
+    if pages is None:
+        check_later_arguments(qv, num_splits, pack_gqa, sm_margin)
+    else:
+        check_later_arguments(qv, 1, None, sm_margin)
+        check_splits(num_splits, 0)
     check_flags(causal=causal, return_attn_probs=return_attn_probs, return_lse=return_lse)
     if softmax_scale is not None and not isinstance(softmax_scale, float):
         check_scale(softmax_scale)
@@ -115,10 +126,10 @@ def flash_attn_varlen_func(
     if (  # by type too: an array would compare element by element, a CUDA tensor would wait for the device
         type(window_size) is not tuple or window_size != (-1, -1) or type(attention_chunk) is not int
         or attention_chunk != 0 or type(softcap) is not float or softcap != 0.0
-        or learnable_sink is not None or s_aux is not None or page_table is not None or block_table is not None
+        or learnable_sink is not None or s_aux is not None or pages is not None
     ):
         variant, sink = variant_of(causal, window_size, attention_chunk, softcap), sink_of(learnable_sink, s_aux)
-        extras = Extras(variant, sink, table_of(page_table, block_table))
+        extras = Extras(variant, sink, pages, int(num_splits))
         if sink is not None or extras.page_table is not None or variant != Variant(causal):
             from fa3.interface_variant import varlen
 

@@ -161,7 +161,7 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool
     is_empty = 0 in (*q.shape[:1], *k.shape[:1])
     key: tuple = (q.shape[1:], v.shape[1:], q.dtype, q.get_device(), causal, cu_q.shape, used, bounds, is_empty)
     if extras is not None:
-        variant, sink, page_table = extras
+        variant, sink, page_table, _ = extras
         of_sink = None if sink is None else (sink.shape, sink.dtype, sink.get_device())
         of_pages = None if page_table is None else (k.shape[1], sequences.cu_seqlens_k is None)
         key += variant, of_sink, of_pages

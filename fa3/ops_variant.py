@@ -14,7 +14,7 @@ from torch import _C, Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from fa3 import launch, launch_variant, launch_varlen, ops
+from fa3 import launch, launch_paged, launch_variant, ops
 from fa3.device import ASSUMED
 from fa3.heuristics import ragged_config_for
 from fa3.launch_variant import nothing_seen
@@ -31,7 +31,7 @@ VARIANT = "bool causal, int window_left, int window_right, int attention_chunk, 
 DENSE = f"Tensor q, Tensor k, Tensor v, float softmax_scale, {VARIANT}"
 VARLEN = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-    f"SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, {VARIANT}, Tensor? page_table"
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, {VARIANT}, Tensor? page_table, int num_splits"
 )
 _library.define(f"forward_variant({DENSE}) -> (Tensor out, Tensor lse)", tags=TAGS)
 _library.define(f"forward_varlen_variant({VARLEN}) -> (Tensor out, Tensor lse)", tags=TAGS)
@@ -53,7 +53,7 @@ def attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, softmax_scale: float, extras: Extras, out: Tensor | None
 ) -> Result:
     """Those of ragged ones."""
-    arguments = q, k, v, *sequences, softmax_scale, *extras.variant, extras.sink, extras.page_table
+    arguments = q, k, v, *sequences, softmax_scale, *extras.variant, *extras[1:]
     return _forward_varlen(*arguments) if out is None else (out, _forward_varlen_out(*arguments, out))
 
 
@@ -97,18 +97,19 @@ def _varlen(
 ) -> tuple[Tensor, Tensor, Tensor, Sequences, float, Extras, Tensor | None]:
     q, k, v, *others = arguments
     sequences, (softmax_scale, *others) = Sequences(*others[:LISTS]), others[LISTS:]
-    variant, (sink, page_table, *out) = Variant(*others[:FIELDS]), others[FIELDS:]
-    return q, k, v, sequences, softmax_scale, Extras(variant, sink, page_table), out[0] if out else None
+    variant, (sink, page_table, num_splits, *out) = Variant(*others[:FIELDS]), others[FIELDS:]
+    extras = Extras(variant, sink, page_table, num_splits)
+    return q, k, v, sequences, softmax_scale, extras, out[0] if out else None
 
 
 def _varlen_cuda(*arguments: Any) -> Result:
     q, k, v, sequences, softmax_scale, extras, out = _varlen(arguments)
-    return launch_varlen.forward(q, k, v, sequences, softmax_scale, extras.variant.causal, out, extras)
+    return launch_paged.forward(q, k, v, sequences, softmax_scale, out, extras)
 
 
 def _varlen_cpu(*arguments: Any) -> Result:
     q, k, v, sequences, softmax_scale, extras, out = _varlen(arguments)
-    variant, sink, table = extras
+    variant, sink, table, _ = extras
     if table is None:
         problem = ragged_problem(q, k, v, sequences, softmax_scale, variant.causal)
     else:

@@ -212,7 +212,11 @@ def check_later_arguments(qv: object, num_splits: object, pack_gqa: object, sm_m
     """Arguments of FlashAttention-3 that exist here for the callers' sake and may only hold their neutral value yet."""
     if qv is not None:
         raise NotImplementedError(f"qv is not supported yet; allowed: None, got {type(qv).__name__}")
-    _check_neutral(("num_splits", num_splits, 1), ("sm_margin", sm_margin, 0))
+    if isinstance(num_splits, bool) or not isinstance(num_splits, numbers.Integral) or num_splits not in (0, 1):
+        raise NotImplementedError(
+            f"num_splits={num_splits!r} is not supported here; allowed: 1, or 0, which means it too"
+        )
+    _check_neutral(("sm_margin", sm_margin, 0))
     if pack_gqa is not None and pack_gqa is not False:
         raise NotImplementedError(f"pack_gqa={pack_gqa!r} is not supported yet; allowed: None or False")
 

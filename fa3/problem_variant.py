@@ -28,6 +28,7 @@ class Extras(NamedTuple):
     variant: Variant
     sink: Tensor | None  # (heads,)
     page_table: Tensor | None = None  # (batch, width); then k and v are (pages, page_size, heads_kv, d)
+    num_splits: int = 1  # of the keys of a sequence in pages, 0: as the device finds best
 
 
 def simplified(variant: Variant, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Variant:

@@ -119,7 +119,6 @@ def test_packed_is_flash_attn_func_on_the_slices():
     ("name", "value", "allowed"),
     [
         *[(name, torch.ones(1), "None") for name in ("qv", "q_descale", "k_descale", "v_descale")],
-        ("num_splits", 0, "1"),
         ("num_splits", 2, "1"),
         ("num_splits", None, "1"),
         ("pack_gqa", True, "None or False"),

@@ -17,7 +17,8 @@ from fa3.reference import attention, tiled_attention
 from tests.ragged import assert_right, make
 
 VARLEN = [
-    *["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", ("seqused_q", None)],
+    *["q", "k", "v", "cu_seqlens_q", ("cu_seqlens_k", None), ("max_seqlen_q", None), ("max_seqlen_k", None)],
+    ("seqused_q", None),
     *[("seqused_k", None), ("softmax_scale", None), ("causal", False), ("qv", None), ("q_descale", None)],
     *[("k_descale", None), ("v_descale", None), ("window_size", (-1, -1)), ("attention_chunk", 0), ("softcap", 0.0)],
     *[("num_splits", 1), ("pack_gqa", None), ("deterministic", False), ("sm_margin", 0), ("return_attn_probs", False)],
@@ -31,7 +32,7 @@ def test_signature_is_flash_attention_3_s():
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert [p.name if p.default is p.empty else (p.name, p.default) for p in positional] == VARLEN
     assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == [
-        *("return_lse", "out", "learnable_sink", "s_aux", "page_table", "block_table")
+        *("return_lse", "out", "learnable_sink", "s_aux", "page_table", "block_table", "scheduler_metadata")
     ]
 
 
@@ -275,7 +276,7 @@ def test_errors_name_the_argument_its_value_and_what_is_allowed(changes, error, 
     ("name", "value", "allowed"),
     [
         *[(name, torch.ones(1), "None") for name in ("qv", "q_descale", "k_descale", "v_descale")],
-        *[("num_splits", 0, "1"), ("pack_gqa", True, "None")],
+        *[("num_splits", 2, "1"), ("pack_gqa", True, "None")],
         ("sm_margin", 4, "0"),
     ],
 )

@@ -214,6 +214,19 @@ def test_queries_of_a_prefill():
     verify(make([200] * 3, [300, 250, 0], page_size=64, ragged=False, **sizes), window_size=(100, 0))
 
 
+@pytest.mark.parametrize("page_size", [7, 64])
+def test_ragged_calls_with_few_queries_are_the_same(page_size):
+    """As vLLM calls: flash_attn_varlen_func with a block table."""
+    sizes = dict(heads_kv=2, ratio=4, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, page_size=page_size)
+    x = on(make([1, 3, 0, 2], [700, 2, 9, 300], **sizes), DEVICE)
+    lists = dict(cu_seqlens_q=x.lists["cu_seqlens_q"], seqused_k=x.lists["cache_seqlens"], max_seqlen_q=3)
+    options = dict(block_table=x.lists["page_table"], causal=True, return_lse=True)
+    for splits in (0, 1, 3):
+        got = fa3.flash_attn_varlen_func(x.q, x.k_cache, x.v_cache, **lists, **options, num_splits=splits)
+        want = x.call(attend, causal=True, num_splits=splits)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
 def test_many_sequences():
     """More than a grid dimension holds."""
     sizes = dict(ratio=2, head_dim=64, head_dim_v=64, dtype=torch.bfloat16, ragged=False)
