@@ -217,7 +217,7 @@ def test_scale_and_softcap(recorder):
         forward(x, Variant(softcap=softcap))
         call = recorder.calls[-1]
         assert call.scale_log2 == pytest.approx(softcap * LOG2_E) and call.cap == pytest.approx(0.5 * LOG2_E / softcap)
-    assert len(recorder.loaded) == 2 and recorder.loaded[1][0].softcap
+    assert len(recorder.loaded) == 3 and recorder.loaded[1] == recorder.loaded[2] and recorder.loaded[1][0].softcap
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from fa3 import launch_decode
+from fa3.heuristics_decode import config_for
+from fa3.kernels.decode.config import Spec
 from fa3.variant import Variant
 from tests import decode_machine
 from tests.kvcache import assert_is, formula, ints, make
@@ -18,7 +20,8 @@ from tests.test_decode_launch import serving
 
 TOLERANCE = 2.0**-7  # P and O are rounded to bfloat16
 SIZES = dict(ratio=4, head_dim=64, head_dim_v=64, dtype=torch.bfloat16, ragged=False)
-LENGTHS = (200, 0, 70, 5)  # 4, 1, 2 and 1 blocks: 6 multiprocessors cut the first sequence and the third
+BLOCK = config_for(Spec("bfloat16", 64, 64)).tile_n  # keys
+LENGTHS = (3 * BLOCK + 16, 0, BLOCK + 12, 5)  # 4, 1, 2 and 1 blocks: 6 multiprocessors cut the first and the third
 
 
 def cache(lengths=LENGTHS, queries=None, **options):
@@ -64,7 +67,7 @@ def used(monkeypatch):
 def test_caches(used, options, pages):
     check(cache(**options))
     ((spec, config, arguments),) = used
-    assert spec.pages == pages and spec.splits and config.tile_n == 64 and arguments[-1] == 6
+    assert spec.pages == pages and spec.splits and config.tile_n == BLOCK and arguments[-1] == 6
 
 
 def test_a_whole_sequence_of_every_cta(used):
@@ -78,17 +81,17 @@ def test_a_whole_sequence_of_every_cta(used):
 def test_rings_come_round(monkeypatch, page_size):
     """One CTA takes more blocks, and more sequences, than there are stages."""
     used = decode_machine.replace(monkeypatch, num_sms=1)
-    check(cache((64 * 12 + 5, 70, 1, 130), ratio=1, page_size=page_size))
+    check(cache((BLOCK * 3 + 5, 70, 1, BLOCK + 2), ratio=1, page_size=page_size))
     ((spec, config, arguments),) = used
-    assert arguments[-1] == 1 and not spec.splits and config.stages < 12 + 2 + 1 + 3 and config.q_stages < 4
+    assert arguments[-1] == 1 and not spec.splits and config.stages < 4 + 1 + 1 + 2 and config.q_stages < 4
 
 
 @pytest.mark.parametrize("page_size", [16, 1])
-def test_blocks_of_128_keys(used, page_size):
-    """More sequences than the few of a small batch, and more than a warp looks at in one step."""
+def test_many_sequences(used, page_size):
+    """More than a warp looks at in one step."""
     lengths = [130, 0, 0, 3] + [i % 5 for i in range(28)] + [300, 2]
     check(cache(lengths, ratio=1, page_size=page_size))
-    assert used[0][1].tile_n == 128
+    assert len(used) == 1 and len(lengths) > 32
 
 
 @pytest.mark.parametrize(
@@ -169,7 +172,7 @@ def test_splits_that_are_given(used, options):
 
 def test_more_parts_than_a_merge_takes_at_once(monkeypatch):
     decode_machine.replace(monkeypatch, num_sms=50)
-    check(cache((64 * 40 - 5, 100), ratio=1))
+    check(cache((BLOCK * 40 - 5, 100), ratio=1))
 
 
 def test_a_split_changes_only_the_rounding(used):
@@ -182,14 +185,14 @@ def test_a_split_changes_only_the_rounding(used):
     assert torch.equal(split[3], whole[3]) and torch.equal(split_lse[3], lse[3])
 
 
-@pytest.mark.parametrize("lengths", [(64 * 23,), (64 * 5, 64 * 9, 0, 64 * 2), (64,) * 4, (1, 1), (0, 0, 0, 64 * 7)])
-def test_shares_are_equal(monkeypatch, lengths):
+@pytest.mark.parametrize("sequences", [(13,), (5, 9, 0, 2), (1,) * 4, (0, 0, 0, 7)])
+def test_shares_are_equal(monkeypatch, sequences):
     """In blocks, of which a sequence without keys has one as well."""
     blocks: list = []
     used = decode_machine.replace(monkeypatch, blocks=blocks)
-    check(cache(lengths, ratio=1))
+    check(cache([BLOCK * n for n in sequences], ratio=1))
     (taken,) = blocks
-    total = sum(max(1, n // 64) for n in lengths)
+    total = sum(max(1, n) for n in sequences)
     each, longer = divmod(total, len(taken))
     assert taken == [each + 1] * longer + [each] * (len(taken) - longer) and len(taken) == used[0][2][-1]
 
@@ -206,7 +209,7 @@ def test_pages_before_the_window_are_nobodys(used, page_size):
 def test_only_blocks_in_the_window_are_taken(monkeypatch):
     blocks: list = []
     decode_machine.replace(monkeypatch, blocks=blocks)
-    check(cache((64 * 20,), ratio=1), window_size=(70, 0))
+    check(cache((BLOCK * 10,), ratio=1), window_size=(BLOCK + 6, 0))
     assert sum(blocks[0]) == 2
 
 
@@ -223,6 +226,14 @@ def test_in_any_order(monkeypatch, seed, page_size):
     decode_machine.replace(monkeypatch, seed=seed)
     for got, want in zip(attend(x), wanted, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_no_warpgroup_is_two_phases_ahead(monkeypatch, seed):
+    """One place for Q, two warpgroups, and a first piece with as many blocks as there are stages."""
+    used = decode_machine.replace(monkeypatch, num_sms=1, seed=seed)
+    check(cache((256, 70), ratio=1, head_dim=192, head_dim_v=128))
+    assert used[0][1].stages == 4
 
 
 def without(pattern, count=1):

@@ -32,7 +32,7 @@ from ..prims.branch import when
 from ..prims.divide import Divisor
 from ..prims.ptx import thread_here
 from ..prims.ring import Ring
-from ..prims.turns import NoTurns
+from ..prims.turns import NoTurns, Turns
 from .attend import Cleaned, Fenced, RowLimits
 from .config import GATHER, ROWS, Config, Spec
 from .load import Boxes, BoxLoader, Contiguous, Paged, Queries, RowLoader, Rows, Tile
@@ -43,7 +43,7 @@ LAYOUT = cutlass.tensor_utils.LayoutEnum
 MAJOR = cute.nvgpu.OperandMajorMode
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": Float32}
 CONSUMER_WARPS = 4  # of a warpgroup
-CLEAN_BARRIER = 1  # named barriers, one a warpgroup of consumers from here on
+CLEAN_BARRIER, TURN_BARRIER = 1, 3  # named barriers, one a warpgroup of consumers from here on
 
 
 class Decode:
@@ -167,27 +167,37 @@ class Decode:
 
             wg = warp // CONSUMER_WARPS
             output = Output(mO, mLSE, parts, mSink, unit, units, spec, self.dtype)
-            line.walk(part, partial(self.consume, attention, line, head_kv, q_ring, v_data, output, wg))
+            turns = Turns(wg, c.consumers, TURN_BARRIER) if c.consumers > 1 else NoTurns()  # type: ignore[call-arg]
+            turns.start()
+            line.walk(part, partial(self.consume, attention, line, head_kv, q_ring, v_data, output, wg, turns))
 
-    def consume(self, a: Attention, line: Line, head_kv, q_ring: Ring, v_data: Tile, output: Output, wg, piece: Piece):
+    def consume(
+        self, a: Attention, line: Line, head_kv, q_ring: Ring, v_data: Tile, output: Output, wg, turns, piece: Piece
+    ):
         """A piece, by the warpgroup whose turn it is."""
         place = Place.of(line.batch, piece, head_kv, line.ratio, line.row)
-        attend = partial(self.attend, a, piece, place, line.batch, q_ring, v_data, output, wg)
+        attend = partial(self.attend, a, piece, place, line.batch, q_ring, v_data, output, wg, turns)
         if self.config.consumers == 1:
             attend()
         else:
             when(piece.nth % self.config.consumers == wg, attend)
 
-    def attend(self, a: Attention, piece: Piece, place: Place, batch: Batch, q_ring: Ring, v_data: Tile, output, wg):
+    def attend(
+        self, a: Attention, piece: Piece, place: Place, batch: Batch, q_ring: Ring, v_data: Tile, output, wg, turns
+    ):
         """One piece."""
         thread = thread_here()
         row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
         mask = RowLimits.create(batch, piece, place, row, column, self.config.tile_n)
         if self.spec.pages != GATHER:
             a = a._replace(v_ring=Cleaned(a.v_ring, v_data, piece, CLEAN_BARRIER + wg))  # type: ignore[arg-type]
+        # NOTE: a barrier's phase has one bit: who waits two phases ahead is let through. So a piece is begun when the
+        # one before it has seen all its tiles; what runs together is the end of one and the start of the next.
+        turns.take()
         Fenced(q_ring).wait_full(piece.nth)
         a = a._replace(rQ=a.rQ[None, None, None, q_ring.stage(piece.nth)])  # type: ignore[index]
         attend_piece(a, mask, piece, partial(q_ring.release, piece.nth))
+        turns.give()
         output.store(a, piece, place, row, column)
 
     def stages(self, smem, layout) -> cute.Tensor:
