@@ -9,12 +9,12 @@ from itertools import product
 from fa3.kernels.decode.config import BOXES, GATHER, Config, Spec
 from fa3.kernels.forward.config import TILES
 
-CONFIGS = {  # tile_n, stages, places for Q, consumers. 128 keys need a split_size that they divide
-    (64, 64): Config(128, 4, 2, 2),
-    (96, 96): Config(64, 6, 2, 2),
-    (128, 128): Config(64, 4, 2, 2),
-    (192, 128): Config(64, 4, 1, 2),
-    (192, 192): Config(64, 4, 1),  # two warpgroups spill
+CONFIGS = {  # tile_n, stages, places for Q. 128 keys need a split_size that they divide
+    (64, 64): Config(128, 4, 2),
+    (96, 96): Config(64, 6, 2),
+    (128, 128): Config(64, 4, 2),
+    (192, 128): Config(64, 4, 1),
+    (192, 192): Config(64, 4, 1),
     (256, 256): Config(64, 3, 1),
 }
 FULL = 0.75  # of the multiprocessors: with so many busy the memory is

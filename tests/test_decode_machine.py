@@ -6,6 +6,7 @@ they are written. Numbers of pages past a sequence's own are no pages, and the m
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -228,12 +229,27 @@ def test_in_any_order(monkeypatch, seed, page_size):
         assert torch.equal(got, want)
 
 
+def two_consumers(monkeypatch):
+    """Kernels that `config_for` does not choose yet: see docs/tuning.md."""
+    chosen = launch_decode.config_for
+    monkeypatch.setattr(launch_decode, "config_for", lambda *x: replace(chosen(*x), consumers=2))
+
+
 @pytest.mark.parametrize("seed", [0, 2])
 def test_no_warpgroup_is_two_phases_ahead(monkeypatch, seed):
     """One place for Q, two warpgroups, and a first piece with as many blocks as there are stages."""
+    two_consumers(monkeypatch)
     used = decode_machine.replace(monkeypatch, num_sms=1, seed=seed)
     check(cache((256, 70), ratio=1, head_dim=192, head_dim_v=128))
-    assert used[0][1].stages == 4
+    assert (used[0][1].stages, used[0][1].consumers) == (4, 2)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(page_size=16), dict(page_size=5)], ids=str)
+def test_two_warpgroups_take_pieces_in_turn(monkeypatch, options):
+    two_consumers(monkeypatch)
+    used = decode_machine.replace(monkeypatch, num_sms=2)
+    check(cache((70, 3, 0, 150, 20, 64), **options))
+    assert used[0][1].consumers == 2
 
 
 def without(pattern, count=1):

@@ -16,10 +16,10 @@ def spec_of(head_dim, head_dim_v=None, **others):
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "config"),
     [
-        (64, 64, Config(128, 4, 2, 2)),
-        (96, 96, Config(64, 6, 2, 2)),
-        (128, 128, Config(64, 4, 2, 2)),
-        (192, 128, Config(64, 4, 1, 2)),
+        (64, 64, Config(128, 4, 2)),
+        (96, 96, Config(64, 6, 2)),
+        (128, 128, Config(64, 4, 2)),
+        (192, 128, Config(64, 4, 1)),
         (192, 192, Config(64, 4, 1)),
         (256, 256, Config(64, 3, 1)),
     ],

@@ -167,7 +167,7 @@ class Decode:
 
             wg = warp // CONSUMER_WARPS
             output = Output(mO, mLSE, parts, mSink, unit, units, spec, self.dtype)
-            turns = Turns(wg, c.consumers, TURN_BARRIER) if c.consumers > 1 else NoTurns()  # type: ignore[call-arg]
+            turns = Turns(wg, c.consumers, TURN_BARRIER) if c.consumers > 1 else NoTurns()
             turns.start()
             line.walk(part, partial(self.consume, attention, line, head_kv, q_ring, v_data, output, wg, turns))
 
