@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from ..algo.blocks import Blocks
 from ..algo.window import LocalBlocks
+from ..prims.branch import either
 from ..prims.fp8 import pack_e4m3
 from ..prims.ptx import pack
 from ..prims.ring import Ring
@@ -276,14 +277,6 @@ class Optimistic(NamedTuple):
 
     def last(self, a: Attention, i: Int32):
         a.values(i)
-
-
-@cute.jit
-def either(condition: Boolean, then: cutlass.Constexpr, otherwise: cutlass.Constexpr):
-    if condition:
-        then()
-    else:
-        otherwise()
 
 
 class Halved(NamedTuple):
