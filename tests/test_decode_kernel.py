@@ -4,6 +4,7 @@ Needs no GPU. Compiles run in processes of their own, two at a time, as in test_
 """
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -94,9 +95,23 @@ def test_every_config(account, case):
     # Each kernel waits for the one before it. With splits the merge comes up early, and what follows the merge.
     assert found.count("ACQBULK") == 1 + spec.splits
     assert (found.count("PREEXIT") >= 2) == spec.splits
+    check_order(sass.disassemble(seen.cubin), spec.splits)
     # The same facts by another way.
     assert f"Used {found.registers} registers" in seen.remarks and "0 bytes stack frame" in seen.remarks
     assert ".target sm_90a" in seen.ptx and seen.ptx.count(".entry") == 1 + spec.splits
+
+
+def check_order(listing: str, splits: bool) -> None:
+    """Nothing is read before the kernel before it has ended; by the merge nothing but lists, number by number."""
+    functions = [text for text in listing.split(".section\t.text.")[1:] if "ACQBULK" in text]
+    assert len(functions) == 1 + splits
+    for text in functions:
+        before, after = text.split("ACQBULK")
+        reads = re.findall(r"\b(?:LDG|LDGSTS|UTMALDG|LD|STG|ATOMG|RED)\b[.\w]*", before)
+        if "HGMMA" in text:
+            assert reads == [] and "LDG" in after
+        else:
+            assert set(reads) <= {"LDG.E.CONSTANT"} and after.count("LDG.E.64") >= 4
 
 
 def copies(rows: int, columns: int, warps: int) -> int:
