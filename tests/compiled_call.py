@@ -288,7 +288,7 @@ def main() -> None:
     def given(x):
         return tuple(map(given, x)) if isinstance(x, tuple) else tvm_ffi.from_dlpack(x) if isinstance(x, Tensor) else x
 
-    decode = DecodeSpec("bfloat16", 64, 64, 64, sink=True)
+    decode = DecodeSpec("bfloat16", 64, 64, 64, sink="float32")
     append, pair = AppendSpec("bfloat16", Rotary(False, "bfloat16")), MergeSpec("bfloat16", "bfloat16", True)
     for kind, run, each in (
         ("append", compile.load(append, append_config(append)), append_calls()),

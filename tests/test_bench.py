@@ -112,7 +112,7 @@ def test_results_in_the_repository_are_records():
             assert (records.short_name(r["gpu"]), r["suite"]) == (path.parent.name, path.stem)
             if r["tflops"] is not None:
                 shape = Shape("", **{name: r[name] for name in records.PROBLEM})
-                assert r["tflops"] == pytest.approx(shape.flops / r["graph_us"] / 1e6, rel=1e-3)
+                assert r["tflops"] == pytest.approx(shape.flops / r["graph_us"] / 1e6, rel=1e-3, abs=0.006)
 
 
 def test_the_fp8_searches_in_the_repository():

@@ -272,11 +272,11 @@ def test_opcheck(name):
         arguments = (*x, 0.1, True, 3, 0, 8, 4.0, sink)
     else:
         r = ragged.make([3, 9], [4, 20], ratio=2)
-        arguments = (r.q, r.k, r.v, r.cu_q, r.cu_k, None, None, 9, 20, 0.1, False, 3, 0, 0, 0.0, sink, None)
+        arguments = (r.q, r.k, r.v, r.cu_q, r.cu_k, None, None, 9, 20, 0.1, False, 3, 0, 0, 0.0, sink, None, 1)
         if name.endswith("out"):  # in pages
             x = paged.make([3, 9], [4, 20], 8, ratio=2)
             lists = x.cu_q, None, None, x.used_k, 9, 20
-            arguments = (x.q, x.k, x.v, *lists, 0.1, False, 3, 0, 0, 0.0, sink, x.table, torch.zeros_like(x.q))
+            arguments = (x.q, x.k, x.v, *lists, 0.1, False, 3, 0, 0, 0.0, sink, x.table, 1, torch.zeros_like(x.q))
     torch.library.opcheck(operator, arguments)
 
 
