@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fa3.kernels.append.config import ROTARY_STEP
+from fa3.operators import note_written
 from fa3.problem import CHECKING_DTYPES, DEVICES, KERNEL_DTYPES, check_are_tensors, check_head_dim
 from fa3.serving import Serving
 
@@ -67,9 +67,7 @@ def append(
         return ops_append.append(*arguments)
     rotated = launch_append.append(*arguments)
     if k is not None:
-        for cache in (k_cache, v_cache):
-            if not cache.is_inference():
-                increment_version(cache)
+        note_written(k_cache, v_cache)
     return rotated
 
 

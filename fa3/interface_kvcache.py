@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from fa3 import ops_kvcache  # registers the operators
 from fa3.arguments_kvcache import Given, check_given, check_supported, only_one, with_own_table
 from fa3.launch import remember
+from fa3.operators import note_written
 from fa3.problem import MAX_SCALE, check_flags, check_gradients, check_scale
 from fa3.problem_kvcache import (
     SINK_DTYPES,
@@ -168,8 +168,8 @@ def flash_attn_with_kvcache(
         from fa3 import launch_decode  # what a call on the CPU does without
 
         made, lse = launch_decode.forward(*call)
-        if out is not None and not out.is_inference():
-            increment_version(out)
+        if out is not None:
+            note_written(out)
     else:
         made, lse = ops_kvcache.attend(ops_kvcache.Call(*call))
     return (made, lse) if return_softmax_lse else made

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from fa3 import launch_paged, launch_variant, ops, ops_variant, ops_varlen  # registers the operators
+from fa3 import launch_paged, launch_variant, ops, ops_variant  # registers the operators
+from fa3.operators import is_in_memory, note_written
 from fa3.problem import check_are_tensors, check_descales_apply, check_scale, default_scale
 from fa3.problem_variant import Extras, check_variant, sink_of
 from fa3.problem_varlen import Sequences
@@ -30,7 +30,7 @@ def dense(
 ) -> Result:  # fmt: skip
     """`flash_attn_func`."""
     sink, softmax_scale = sink_of(learnable_sink, s_aux), _scale(softmax_scale)
-    is_plain = ops.is_plain(q, k, v) and (sink is None or ops_varlen._is_in_memory(sink))
+    is_plain = ops.is_plain(q, k, v) and (sink is None or is_in_memory(sink))
     if is_plain and all(descale is None for descale in descales):
         return launch_variant.forward(q, k, v, softmax_scale, variant, sink, keeps_lse)
     check_are_tensors(q=q, k=k, v=v)
@@ -46,10 +46,10 @@ def varlen(
     """`flash_attn_varlen_func`."""
     variant, sink, page_table, _ = extras
     lists = *sequences[:4], sink, page_table, out
-    if ops.is_plain(q, k, v) and all(x is None or ops_varlen._is_in_memory(x) for x in lists):
+    if ops.is_plain(q, k, v) and all(x is None or is_in_memory(x) for x in lists):
         made, lse = launch_paged.forward(q, k, v, sequences, softmax_scale, out, extras)
-        if out is not None and not out.is_inference():
-            increment_version(out)
+        if out is not None:
+            note_written(out)
         return made, lse
     check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=sequences.cu_seqlens_q)
     if page_table is None:

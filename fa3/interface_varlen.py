@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fa3 import launch_varlen, ops_varlen  # registers the operators
+from fa3.operators import note_written
 from fa3.problem import (
     check_are_tensors,
     check_descales_apply,
@@ -138,8 +138,8 @@ def flash_attn_varlen_func(
     # fmt: on
     if ops_varlen.is_plain(q, k, v, sequences, out):
         made, lse = launch_varlen.forward(q, k, v, sequences, softmax_scale, causal, out)
-        if out is not None and not out.is_inference():
-            increment_version(out)
+        if out is not None:
+            note_written(out)
     else:
         check_are_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         optional = {"seqused_q": seqused_q, "seqused_k": seqused_k, "out": out}

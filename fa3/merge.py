@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
+from fa3.operators import note_written
 from fa3.problem import (
     CHECKING_DTYPES,
     DEVICES,
@@ -139,9 +139,7 @@ def _merge_into(
 
     if ops_merge.is_plain(o, lse, other, other_lse, place, lse_place):
         launch_merge.merge_into(o, lse, other, other_lse, place, lse_place)
-        for given in (out, lse_out):
-            if not given.is_inference():
-                increment_version(given)
+        note_written(out, lse_out)
     else:
         ops_merge.merge_into(o, lse, other, other_lse, place, lse_place)
 

@@ -95,6 +95,13 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
+def refuse_derivatives(*tensors: Tensor) -> None:
+    """Where autograd would have to differentiate, forward or backward."""
+    check_gradients(*tensors)
+    if forward_ad._current_level >= 0:
+        check_tangents(*tensors)
+
+
 def check_tangents(*tensors: Tensor) -> None:
     """Forward-mode differentiation would lose the tangents without a word."""
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import _C, Tensor
-from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
+from torch import Tensor
 
-from fa3 import launch_append, ops, ops_varlen, reference_append
+from fa3 import launch_append, ops, reference_append
 from fa3.append import check_append, check_start
+from fa3.operators import TAGS, is_in_memory, register
 from fa3.problem import check_are_tensors, check_gradients
 from fa3.serving import Serving
 
@@ -25,11 +24,8 @@ LISTS = (
     "Tensor? cu_seqlens_q, "
 )
 ROTARY = "Tensor cos, Tensor sin, Tensor? rotary_seqlens, bool interleaved, bool each_query_its_own_position, "
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(f"append_({CACHE}Tensor k, Tensor v, {LISTS}SymInt start) -> ()", tags=TAGS)
 _library.define(f"append_rotary_({CACHE}Tensor? k, Tensor? v, {LISTS}{ROTARY}SymInt start) -> Tensor", tags=TAGS)
-_append = torch.ops.fa3.append_.default
-_append_rotary = torch.ops.fa3.append_rotary_.default
 
 NEW = slice(0, 5)  # q, k_cache, v_cache, k, v among the arguments of either
 TENSORS = (0, 1, 2, 3, 4, 6, 7, 8)  # among the arguments of fa3.append.append
@@ -62,7 +58,7 @@ def is_plain(*arguments: Any) -> bool:
     if not (isinstance(q, Tensor) and type(k_cache) is type(v_cache) is Tensor and ops.is_plain(q, k_cache, v_cache)):
         return False
     others = (k, v, cos, sin, rotary_seqlens, *serving)
-    return all(x is None or type(x) is int or ops_varlen._is_in_memory(x) for x in others)
+    return all(x is None or type(x) is int or is_in_memory(x) for x in others)
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -101,37 +97,11 @@ def _elsewhere(*arguments: Any) -> Tensor:
     raise NotImplementedError(f"no append for tensors of type {type(arguments[0]).__name__} on {arguments[0].device}")
 
 
-def _check_derivatives(*arguments: Any) -> None:
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    check_gradients(*tensors)
-    if forward_ad._current_level >= 0:
-        ops.check_tangents(*tensors)
+def _written(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The caches, where there are new rows."""
+    return arguments[1:3] if arguments[3] is not None else ()
 
 
-def _differentiate(operator: Any) -> Any:
-    def autograd(*arguments: Any) -> Any:
-        _check_derivatives(*arguments)
-        if arguments[3] is not None:
-            for cache in arguments[1:3]:
-                if not cache.is_inference():
-                    increment_version(cache)
-        with _C._AutoDispatchBelowAutograd():
-            return operator(*arguments)
-
-    return autograd
-
-
-def _nothing(function: Any) -> Any:
-    def without_result(*arguments: Any) -> None:
-        function(*arguments)
-
-    return without_result
-
-
-for key, function in (("CUDA", _cuda), ("CPU", _cpu), ("CompositeExplicitAutograd", _elsewhere)):
-    _library.impl("append_", _nothing(function), key)
-    _library.impl("append_rotary_", function, key)
-_library.impl("append_", _differentiate(_append), "Autograd")
-_library.impl("append_rotary_", _differentiate(_append_rotary), "Autograd")
-torch.library.register_fake("fa3::append_", _nothing(_fake), lib=_library)
-torch.library.register_fake("fa3::append_rotary_", _fake, lib=_library)
+common = ops.refuse_derivatives, _elsewhere
+_append = register(_library, "append_", _cuda, _cpu, _fake, *common, written=_written, result=lambda made: None)
+_append_rotary = register(_library, "append_rotary_", _cuda, _cpu, _fake, *common, written=_written)

@@ -15,10 +15,11 @@ from torch import Tensor
 from fa3 import launch_fp8
 from fa3.device import ASSUMED
 from fa3.heuristics import config_of
+from fa3.operators import TAGS, register
 from fa3.problem import FP8, check_accumulation, check_scale
 from fa3.problem_fp8 import check_quantized, quantized_problem, record
 from fa3.quant.formats import QuantizedQKV
-from fa3.quant.ops import TAGS, refuse_derivatives, register
+from fa3.quant.ops import refuse_derivatives
 from fa3.reference_fp8 import fp8_attention
 
 Result = tuple[Tensor, Tensor]  # out, lse
@@ -69,7 +70,7 @@ def _fake(*arguments: Any) -> Result:
     return out, x.q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
 
 
-forward_op = register(_library, "forward_fp8", _cuda, _cpu, _fake)
+forward_op = register(_library, "forward_fp8", _cuda, _cpu, _fake, refuse_derivatives)
 
 
 def attend(x: QuantizedQKV, softmax_scale: float, causal: bool, accumulation: str) -> Result:

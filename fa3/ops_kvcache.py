@@ -6,17 +6,18 @@ Until the backward exists, a call that needs a gradient raises.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import _C, Tensor
-from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
+from torch import Tensor
 
 from fa3 import ops
+from fa3.operators import TAGS, is_in_memory, last, register
+from fa3.ops_varlen import returned
 from fa3.problem import check_gradients
 from fa3.problem_kvcache import CacheProblem, check_decode, check_values
-from fa3.problem_varlen import Sequences, existing
+from fa3.problem_varlen import Sequences
 from fa3.reference_kvcache import kvcache_attention
 from fa3.serving import Serving
 from fa3.variant import Variant
@@ -30,11 +31,8 @@ ARGUMENTS = (
     "bool causal, int window_left, int window_right, int attention_chunk, float softcap, "
     "Tensor? sink, int num_splits, int split_size"
 )
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(f"decode({ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=TAGS)
 _library.define(f"decode_out({ARGUMENTS}, Tensor(a!) out) -> Tensor lse", tags=TAGS)
-_decode = torch.ops.fa3.decode.default
-_decode_out = torch.ops.fa3.decode_out.default
 
 Result = tuple[Tensor, Tensor]  # out, lse
 
@@ -83,13 +81,9 @@ def is_plain(q: Tensor, k_cache: Tensor, v_cache: Tensor, others: tuple[Any, ...
     if not ops.is_plain(q, k_cache, v_cache):
         return False
     for x in others:  # all() would take twice the time
-        if x is not None and not _is_in_memory(x):
+        if x is not None and not is_in_memory(x):
             return False
     return True
-
-
-def _is_in_memory(x: object) -> bool:
-    return type(x) is Tensor and not (x.requires_grad or x.is_neg() or x._is_zerotensor())
 
 
 def _call_of(arguments: tuple[Any, ...]) -> Call:
@@ -108,20 +102,15 @@ def _cuda(*arguments: Any) -> Result:
 
 def _cpu(*arguments: Any) -> Result:
     call = _call_of(arguments)
-    problem = call.check()
+    call.check()
     check_values(call.q, call.k_cache, call.serving, call.variant)
     tensors = call.q, call.k_cache, call.v_cache
     made, lse = kvcache_attention(*tensors, call.serving, call.variant, call.softmax_scale, call.sink, call.split_size)
-    lse = lse.to(ops.lse_dtype(call.q.dtype)).contiguous()
-    if call.out is None:
-        return made.contiguous(), lse
     offsets = call.serving.cu_seqlens_q
-    if offsets is None:
-        call.out.copy_(made)
-    else:
-        written = existing(Sequences(offsets, offsets, None, None, 0, 0), problem.total_q)
-        call.out[written] = made[written]
-    return call.out, lse
+    if offsets is not None:
+        return returned(made, lse, Sequences(offsets, offsets, None, None, 0, 0), call.out)
+    lse = lse.to(ops.lse_dtype(made.dtype)).contiguous()
+    return (made.contiguous() if call.out is None else call.out.copy_(made)), lse
 
 
 def _fake(*arguments: Any) -> Result:
@@ -138,31 +127,6 @@ def _elsewhere(*arguments: Any) -> Result:
     raise NotImplementedError(f"no attention for tensors of type {type(call.q).__name__} on {call.q.device}")
 
 
-def _check_derivatives(*arguments: Any) -> None:
-    tensors = _call_of(arguments).inputs
-    check_gradients(*tensors)
-    if forward_ad._current_level >= 0:
-        ops.check_tangents(*tensors)
-
-
-def _autograd(*arguments: Any) -> Result:
-    _check_derivatives(*arguments)
-    with _C._AutoDispatchBelowAutograd():
-        return _decode(*arguments)
-
-
-def _autograd_out(*arguments: Any) -> Tensor:
-    _check_derivatives(*arguments)
-    if not arguments[-1].is_inference():
-        increment_version(arguments[-1])
-    with _C._AutoDispatchBelowAutograd():
-        return _decode_out(*arguments)
-
-
-for key, function in (("CUDA", _cuda), ("CPU", _cpu), ("CompositeExplicitAutograd", _elsewhere)):
-    _library.impl("decode", function, key)
-    _library.impl("decode_out", lambda *x, function=function: function(*x)[1], key)
-_library.impl("decode", _autograd, "Autograd")
-_library.impl("decode_out", _autograd_out, "Autograd")
-torch.library.register_fake("fa3::decode", _fake, lib=_library)
-torch.library.register_fake("fa3::decode_out", lambda *x: _fake(*x)[1], lib=_library)
+common = ops.refuse_derivatives, _elsewhere
+_decode = register(_library, "decode", _cuda, _cpu, _fake, *common)
+_decode_out = register(_library, "decode_out", _cuda, _cpu, _fake, *common, written=last, result=itemgetter(1))

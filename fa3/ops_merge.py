@@ -10,26 +10,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import _C, Tensor
-from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
+from torch import Tensor
 
-from fa3 import launch_merge, ops, ops_varlen, reference_merge
+from fa3 import launch_merge, ops, reference_merge
+from fa3.operators import TAGS, is_in_memory, register
 from fa3.problem import check_gradients
 
 _library = torch.library.Library("fa3", "FRAGMENT")
 PARTIALS = "Tensor o, Tensor lse, Tensor? other, Tensor? other_lse"
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(f"merge({PARTIALS}, ScalarType dtype) -> (Tensor out, Tensor out_lse)", tags=TAGS)
 _library.define(f"merge_out({PARTIALS}, Tensor(a!) out, Tensor(b!) out_lse) -> ()", tags=TAGS)
-merge = torch.ops.fa3.merge.default
-merge_into = torch.ops.fa3.merge_out.default
 
 
 def is_plain(o: Tensor, lse: Tensor, other: Tensor | None, other_lse: Tensor | None, *results: Tensor) -> bool:
     """ops.is_plain, of all tensors of a call."""
     others = (other, other_lse, *results)
-    return ops.is_plain(o, lse, lse) and all(x is None or ops_varlen._is_in_memory(x) for x in others)
+    return ops.is_plain(o, lse, lse) and all(x is None or is_in_memory(x) for x in others)
 
 
 def _cpu(
@@ -66,35 +62,8 @@ def _elsewhere(o: Tensor, *_: Any) -> Any:
     raise NotImplementedError(f"no merge for tensors of type {type(o).__name__} on {o.device}")
 
 
-def _check_derivatives(*arguments: Any) -> None:
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    check_gradients(*tensors)
-    if forward_ad._current_level >= 0:
-        ops.check_tangents(*tensors)
-
-
-def _autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
-    _check_derivatives(*arguments)
-    with _C._AutoDispatchBelowAutograd():
-        return merge(*arguments)
-
-
-def _autograd_into(*arguments: Any) -> None:
-    _check_derivatives(*arguments)
-    for given in arguments[-2:]:
-        if not given.is_inference():
-            increment_version(given)
-    with _C._AutoDispatchBelowAutograd():
-        merge_into(*arguments)
-
-
-for key, new, into in (
-    ("CUDA", launch_merge.merge, launch_merge.merge_into),
-    ("CPU", _cpu, _cpu_into),
-    ("CompositeExplicitAutograd", _elsewhere, _elsewhere),
-    ("Autograd", _autograd, _autograd_into),
-):
-    _library.impl("merge", new, key)
-    _library.impl("merge_out", into, key)
-torch.library.register_fake("fa3::merge", _fake, lib=_library)
-torch.library.register_fake("fa3::merge_out", _fake_into, lib=_library)
+common = ops.refuse_derivatives, _elsewhere
+merge = register(_library, "merge", launch_merge.merge, _cpu, _fake, *common)
+merge_into = register(
+    _library, "merge_out", launch_merge.merge_into, _cpu_into, _fake_into, *common, written=lambda x: x[-2:]
+)  # fmt: skip

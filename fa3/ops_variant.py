@@ -7,22 +7,22 @@ call that needs a gradient raises.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import _C, Tensor
-from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
+from torch import Tensor
 
 from fa3 import launch, launch_paged, launch_variant, ops
 from fa3.device import ASSUMED
 from fa3.heuristics import ragged_config_for
 from fa3.launch_variant import nothing_seen
-from fa3.ops_varlen import TAGS
+from fa3.operators import TAGS, last, register
+from fa3.ops_varlen import results_of, returned
 from fa3.problem import check_gradients, check_scale, check_tensors, problem_of
 from fa3.problem_paged import check_paged, check_values, paged_problem
 from fa3.problem_variant import Extras, check_variant, simplified, with_variant
-from fa3.problem_varlen import Sequences, check_out, check_ragged, existing, queries_of, ragged_problem, rows_of
+from fa3.problem_varlen import Sequences, check_out, check_ragged, queries_of, ragged_problem, rows_of
 from fa3.reference import paged_attention, ragged_attention, tiled_attention
 from fa3.variant import Variant
 
@@ -36,9 +36,6 @@ VARLEN = (
 _library.define(f"forward_variant({DENSE}) -> (Tensor out, Tensor lse)", tags=TAGS)
 _library.define(f"forward_varlen_variant({VARLEN}) -> (Tensor out, Tensor lse)", tags=TAGS)
 _library.define(f"forward_varlen_variant_out({VARLEN}, Tensor(a!) out) -> Tensor lse", tags=TAGS)
-_forward = torch.ops.fa3.forward_variant.default
-_forward_varlen = torch.ops.fa3.forward_varlen_variant.default
-_forward_varlen_out = torch.ops.fa3.forward_varlen_variant_out.default
 
 Result = tuple[Tensor, Tensor]  # out, lse
 FIELDS, LISTS = len(Variant._fields), len(Sequences._fields)
@@ -129,12 +126,7 @@ def _varlen_cpu(*arguments: Any) -> Result:
         assert sequences.seqused_k is not None
         lengths = zip(queries_of(sequences, problem.total_q), sequences.seqused_k.tolist(), strict=True)
         made, lse = paged_attention(q, k, v, list(lengths), table, softmax_scale, **options)  # type: ignore[arg-type]
-    lse = lse.to(ops.lse_dtype(q.dtype)).contiguous()
-    if out is None:
-        return made.contiguous(), lse
-    written = existing(sequences, problem.total_q)
-    out[written] = made[written]
-    return out, lse
+    return returned(made, lse, sequences, out)
 
 
 def _varlen_fake(*arguments: Any) -> Result:
@@ -145,13 +137,7 @@ def _varlen_fake(*arguments: Any) -> Result:
     else:
         check_paged(q, k, v, sequences, extras.page_table)
     check_variant(extras.variant, extras.sink, q)
-    if isinstance(softmax_scale, float):  # a symbolic one is checked when it has a value
-        check_scale(softmax_scale)
-    if out is not None:
-        check_out(q, v, out)
-    total_q, heads, _ = q.shape
-    made = q.new_empty((total_q, heads, v.shape[-1])) if out is None else out
-    return made, q.new_empty((heads, total_q), dtype=ops.lse_dtype(q.dtype))
+    return results_of(q, v, softmax_scale, out)
 
 
 def _elsewhere(*arguments: Any) -> Result:
@@ -164,29 +150,10 @@ def _floats(arguments: tuple[Any, ...]) -> list[Tensor]:
     return [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def _under_autograd(operator: Any, writes: bool) -> Any:
-    def autograd(*arguments: Any) -> Any:
-        tensors = _floats(arguments)
-        check_gradients(*tensors)
-        if forward_ad._current_level >= 0:
-            ops.check_tangents(*tensors)
-        if writes and not arguments[-1].is_inference():
-            increment_version(arguments[-1])
-        with _C._AutoDispatchBelowAutograd():
-            return operator(*arguments)
-
-    return autograd
-
-
-def _register(name: str, operator: Any, cuda: Any, cpu: Any, fake: Any, *, writes: bool = False) -> None:
-    """writes: into its last argument, and returns LSE alone."""
-    for key, function in (("CUDA", cuda), ("CPU", cpu), ("CompositeExplicitAutograd", _elsewhere)):
-        _library.impl(name, (lambda *x, f=function: f(*x)[1]) if writes else function, key)
-    _library.impl(name, _under_autograd(operator, writes), "Autograd")
-    shapes = (lambda *x: fake(*x)[1]) if writes else fake
-    torch.library.register_fake(f"fa3::{name}", shapes, lib=_library)
-
-
-_register("forward_variant", _forward, _cuda, _cpu, _fake)
-_register("forward_varlen_variant", _forward_varlen, _varlen_cuda, _varlen_cpu, _varlen_fake)
-_register("forward_varlen_variant_out", _forward_varlen_out, _varlen_cuda, _varlen_cpu, _varlen_fake, writes=True)
+common = ops.refuse_derivatives, _elsewhere
+_forward = register(_library, "forward_variant", _cuda, _cpu, _fake, *common)
+ragged = _varlen_cuda, _varlen_cpu, _varlen_fake
+_forward_varlen = register(_library, "forward_varlen_variant", *ragged, *common)
+_forward_varlen_out = register(
+    _library, "forward_varlen_variant_out", *ragged, *common, written=last, result=itemgetter(1)
+)  # fmt: skip

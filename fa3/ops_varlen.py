@@ -6,15 +6,15 @@ call that needs a gradient raises.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import _C, Tensor
-from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
+from torch import Tensor
 
 from fa3 import launch_varlen, ops
 from fa3.heuristics import ragged_config_for
+from fa3.operators import TAGS, is_in_memory, last, register
 from fa3.problem import check_gradients, check_scale
 from fa3.problem_varlen import Sequences, check_out, check_ragged, existing, ragged_problem, rows_of
 from fa3.reference import ragged_attention
@@ -24,11 +24,8 @@ ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal"
 )
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(f"forward_varlen({ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=TAGS)
 _library.define(f"forward_varlen_out({ARGUMENTS}, Tensor(a!) out) -> Tensor lse", tags=TAGS)
-_forward = torch.ops.fa3.forward_varlen.default
-_forward_out = torch.ops.fa3.forward_varlen_out.default
 
 Result = tuple[Tensor, Tensor]  # out, lse
 
@@ -48,12 +45,8 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor 
         return False
     cu_q, cu_k, used_q, used_k, _, _ = sequences
     if used_q is None and used_k is None and out is None:  # nearly always
-        return _is_in_memory(cu_q) and _is_in_memory(cu_k)
-    return all(x is None or _is_in_memory(x) for x in (cu_q, cu_k, used_q, used_k, out))
-
-
-def _is_in_memory(x: object) -> bool:
-    return type(x) is Tensor and not (x.requires_grad or x.is_neg() or x._is_zerotensor())
+        return is_in_memory(cu_q) and is_in_memory(cu_k)
+    return all(x is None or is_in_memory(x) for x in (cu_q, cu_k, used_q, used_k, out))
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Sequences, float, bool, Tensor | None]:
@@ -75,10 +68,15 @@ def _cpu(*arguments: Any) -> Result:
     rows = rows_of(sequences, problem.total_q, problem.total_k)
     config = ragged_config_for(problem.spec, sequences.max_seqlen_q, sequences.max_seqlen_k)
     made, lse = ragged_attention(q, k, v, rows, softmax_scale, causal, tile_m=config.tile_m, tile_n=config.tile_n)
-    lse = lse.to(ops.lse_dtype(q.dtype)).contiguous()
+    return returned(made, lse, sequences, out)
+
+
+def returned(made: Tensor, lse: Tensor, sequences: Sequences, out: Tensor | None) -> Result:
+    """What the CPU made, as an operator returns it: in `out`, where it is given, the rows of queries."""
+    lse = lse.to(ops.lse_dtype(made.dtype)).contiguous()
     if out is None:
         return made.contiguous(), lse
-    written = existing(sequences, problem.total_q)
+    written = existing(sequences, made.shape[0])
     out[written] = made[written]
     return out, lse
 
@@ -87,12 +85,17 @@ def _fake(*arguments: Any) -> Result:
     q, k, v, sequences, softmax_scale, _, out = _split(arguments)
     check_gradients(q, k, v)
     check_ragged(q, k, v, sequences)
+    return results_of(q, v, softmax_scale, out)
+
+
+def results_of(q: Tensor, v: Tensor, softmax_scale: float, out: Tensor | None) -> Result:
+    """Shapes for tracing, of valid q and v."""
     if isinstance(softmax_scale, float):  # a symbolic one is checked when it has a value
         check_scale(softmax_scale)
     if out is not None:
         check_out(q, v, out)
     total_q, heads, _ = q.shape
-    made = q.new_empty((total_q, heads, v.shape[2])) if out is None else out
+    made = q.new_empty((total_q, heads, v.shape[-1])) if out is None else out
     return made, q.new_empty((heads, total_q), dtype=ops.lse_dtype(q.dtype))
 
 
@@ -102,32 +105,8 @@ def _elsewhere(*arguments: Any) -> Result:
     raise NotImplementedError(f"no attention for tensors of type {type(q).__name__} on {q.device}")
 
 
-def _check_derivatives(*arguments: Any) -> None:
-    q, k, v, *_, out = _split(arguments)
-    tensors = (q, k, v) if out is None else (q, k, v, out)
-    check_gradients(*tensors)
-    if forward_ad._current_level >= 0:
-        ops.check_tangents(*tensors)
-
-
-def _autograd(*arguments: Any) -> Result:
-    _check_derivatives(*arguments)
-    with _C._AutoDispatchBelowAutograd():
-        return _forward(*arguments)
-
-
-def _autograd_out(*arguments: Any) -> Tensor:
-    _check_derivatives(*arguments)
-    if not arguments[-1].is_inference():
-        increment_version(arguments[-1])
-    with _C._AutoDispatchBelowAutograd():
-        return _forward_out(*arguments)
-
-
-for key, function in (("CUDA", _cuda), ("CPU", _cpu), ("CompositeExplicitAutograd", _elsewhere)):
-    _library.impl("forward_varlen", function, key)
-    _library.impl("forward_varlen_out", lambda *x, function=function: function(*x)[1], key)
-_library.impl("forward_varlen", _autograd, "Autograd")
-_library.impl("forward_varlen_out", _autograd_out, "Autograd")
-torch.library.register_fake("fa3::forward_varlen", _fake, lib=_library)
-torch.library.register_fake("fa3::forward_varlen_out", lambda *x: _fake(*x)[1], lib=_library)
+common = ops.refuse_derivatives, _elsewhere
+_forward = register(_library, "forward_varlen", _cuda, _cpu, _fake, *common)
+_forward_out = register(
+    _library, "forward_varlen_out", _cuda, _cpu, _fake, *common, written=last, result=itemgetter(1)
+)  # fmt: skip

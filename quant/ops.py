@@ -5,18 +5,18 @@ Importing this module registers them. They have no derivative: a call that needs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _C, Tensor
+from torch import Tensor
 from torch.autograd import forward_ad
+
+from fa3.operators import TAGS, register
 
 from . import cast, checks, launch, reference
 from .launch import Codes
 
 _library = torch.library.Library("fa3", "FRAGMENT")
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(
     "quantize_qkv(Tensor q, Tensor k, Tensor v, bool rotate, int seed, Tensor? rotary_cos, Tensor? rotary_sin, "
     "bool rotary_interleaved, SymInt rotary_q_offset, int q_rows) -> "
@@ -80,32 +80,5 @@ def refuse_derivatives(*arguments: object) -> None:
         raise NotImplementedError("an input carries a forward-mode tangent, and the FP8 path has no derivative")
 
 
-def without_derivative(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """What goes under the Autograd key of an operator."""
-
-    def autograd(*arguments: Any) -> Any:
-        refuse_derivatives(*arguments)
-        with _C._AutoDispatchBelowAutograd():
-            return operator(*arguments)
-
-    return autograd
-
-
-def register(
-    library: torch.library.Library,
-    name: str,
-    cuda: Callable[..., Any],
-    cpu: Callable[..., Any],
-    fake: Callable[..., Any],
-) -> Callable[..., Any]:
-    """An operator of the fa3 namespace that `library` defines, with its implementations; the operator."""
-    operator = getattr(torch.ops.fa3, name).default
-    library.impl(name, cuda, "CUDA")
-    library.impl(name, cpu, "CPU")
-    library.impl(name, without_derivative(operator), "Autograd")
-    torch.library.register_fake(f"fa3::{name}", fake, lib=library)
-    return operator
-
-
-quantize_op = register(_library, "quantize_qkv", _cuda, _cpu, _fake)
-pack_op = register(_library, "pack_v", _pack_cuda, _pack_cpu, _pack_fake)
+quantize_op = register(_library, "quantize_qkv", _cuda, _cpu, _fake, refuse_derivatives)
+pack_op = register(_library, "pack_v", _pack_cuda, _pack_cpu, _pack_fake, refuse_derivatives)

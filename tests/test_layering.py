@@ -24,9 +24,11 @@ LAYERS = {
     "fa3.kernels.decode": ["fa3.kernels.algo", "fa3.kernels.prims", "fa3.kernels.forward"],
     "fa3.kernels.append": ["fa3.kernels.prims"],
     "fa3.kernels.merge": ["fa3.kernels.prims"],
+    "fa3.operators": [],  # how one is registered
     "fa3.kernels": [],  # compile.py and what stands beside it: they know no kernel
-    "fa3.quant": ["fa3.kernels", "fa3.kernels.prims", "fa3.kernels.quantize"],
+    "fa3.quant": ["fa3.operators", "fa3.kernels", "fa3.kernels.prims", "fa3.kernels.quantize"],
     "fa3": [
+        "fa3.operators",
         "fa3.reference",
         "fa3.variant",
         "fa3.quant",
