@@ -104,17 +104,21 @@ class Batch(NamedTuple):
         granule = cutlass.select_(self.granule > 0, self.granule, cutlass.max(by_splits, self.tile_n))
         return granule, cutlass.select_(self.granule > 0, Int32(0), block)
 
-    def granules(self, b) -> Int32:
-        """Of any b: 0 past the batch."""
-        inside = cutlass.min(b, self.given.batch - 1)
-        return cutlass.select_(b < self.given.batch, self.sequence(inside).count, Int32(0))
+    def granules(self, b, limit=None) -> Int32:
+        """Of any b: 0 from `limit` on, by default the batch."""
+        batch = self.given.batch
+        inside = cutlass.min(b, batch - 1)
+        return cutlass.select_(b < (batch if limit is None else limit), self.sequence(inside).count, Int32(0))
+
+    def total(self) -> Int32:
+        return self.before(self.given.batch)
 
     @cute.jit
-    def total(self: cutlass.Constexpr) -> Int32:
-        """By a whole warp."""
+    def before(self: cutlass.Constexpr, b: Int32) -> Int32:
+        """Granules of the sequences before b, all together. By a whole warp."""
         mine = Int32(0)
-        for first in cutlass.range(0, self.given.batch, LANES, unroll=4):
-            mine = mine + self.granules(first + cute.arch.lane_idx())
+        for first in cutlass.range(0, b, LANES, unroll=4):
+            mine = mine + self.granules(first + cute.arch.lane_idx(), b)
         for shift in cutlass.range_constexpr(5):
             mine = mine + cute.arch.shuffle_sync_bfly(mine, offset=1 << shift)
         return uniform(mine)

@@ -22,6 +22,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..algo.pieces import Batch, Given, Line, Piece
+from ..algo.scheduler import LANES
 from ..algo.softcap import ExactSoftcap, Uncapped
 from ..algo.softmax import Softmax
 from ..algo.window import Chunk, Window
@@ -36,7 +37,7 @@ from ..prims.turns import NoTurns, Turns
 from .attend import Cleaned, Fenced, RowLimits
 from .config import GATHER, ROWS, Config, Spec
 from .load import Boxes, BoxLoader, Contiguous, Paged, Queries, RowLoader, Rows, Tile
-from .merge import LANES, WARPS, Merge
+from .merge import WARPS, Merge
 from .rows import Output, Parts, Place
 
 LAYOUT = cutlass.tensor_utils.LayoutEnum

@@ -12,13 +12,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..algo.pieces import Line, Piece, Shares
+from ..algo.scheduler import LANES
 from ..algo.sink import joined
 from ..prims.branch import when
 from ..prims.ptx import here, read_pair
 from .config import Spec
 from .rows import Parts, Place, store_pair
 
-LANES, WARPS = 32, 4
+WARPS = 4
 LOADS = 32  # of a lane that are under way together
 
 
@@ -42,7 +43,7 @@ class Merge(NamedTuple):
         granules by the number of the sequence.
         """
         if cutlass.const_expr(self.line.by_granule):
-            b, first = item, self.start(item)
+            b, first = item, self.line.batch.before(item)
             count = self.line.batch.sequence(b).count
         else:
             shares = Shares.create(self.line.batch.total(), self.line.parts)
@@ -60,18 +61,6 @@ class Merge(NamedTuple):
         if count > 1:
             for i in cutlass.range(warp, place.count, WARPS, unroll=1):
                 self.row(place, first, count, i)
-
-    @cute.jit
-    def start(self: cutlass.Constexpr, b: Int32) -> Int32:
-        """Of the sequence on the line. By a whole warp."""
-        lane = cute.arch.lane_idx()
-        before = Int32(0)
-        for i in cutlass.range(0, b, LANES, unroll=1):
-            mine = cutlass.select_(i + lane < b, self.line.batch.granules(i + lane), Int32(0))
-            for shift in cutlass.range_constexpr(5):
-                mine = mine + cute.arch.shuffle_sync_bfly(mine, offset=1 << shift)
-            before = before + mine
-        return before
 
     def slot(self, first, nth):
         begins = cutlass.select_(nth == 0, Int32(1), Int32(0))

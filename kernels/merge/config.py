@@ -6,6 +6,8 @@ Plain frozen records: importing this module imports no compiler, so a kernel on 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..prims.residency import Resident
+
 DTYPES = ("bfloat16", "float16", "float32")
 CHUNK = 8  # values of O that a thread takes at once
 THREADS = 128  # of a CTA
@@ -26,12 +28,8 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Config:
-    ctas: int  # of an SM at the same time, which caps the registers of a thread
-
-    @property
-    def registers_max(self) -> int:
-        return min(255, 65536 // (THREADS * self.ctas) // 8 * 8)
+class Config(Resident):
+    threads: ClassVar[int] = THREADS
 
 
 def config_for(spec: Spec) -> Config:

@@ -6,6 +6,8 @@ Plain frozen records: importing this module imports no compiler, so a kernel on 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ..prims.residency import Resident
+
 DTYPES = ("bfloat16", "float16")
 BLOCK = 64  # rows that share a scale
 GROUP = 16  # keys inside which packed V is permuted
@@ -66,12 +68,8 @@ class ScalesSpec:
 
 
 @dataclass(frozen=True)
-class Config:
-    ctas: int  # of an SM at the same time, which caps the registers of a thread
-
-    @property
-    def registers_max(self) -> int:
-        return min(255, 65536 // (THREADS * self.ctas) // 8 * 8)
+class Config(Resident):
+    threads: ClassVar[int] = THREADS
 
     def shared_bytes(self, spec: Spec | PackSpec) -> int:
         """Dynamic shared memory of a CTA: the packed tile of V and, of every warp, a maximum and two sums."""
